@@ -1,0 +1,297 @@
+/* llmc_zero/grad_norm.cuh - the global gradient norm, and what follows from it, on the device.
+
+   Three launches on the compute stream, and between the second and the third one all-gather of two doubles a rank:
+     1. zero_norm_partials: sums of squares over this rank's chunks, in fp64 from the first square
+     2. zero_norm_sum:      their sum, and beside it one number of the caller's that travels along
+     3. zero_norm_finish:   one thread adds the ranks' sums in rank order, decides the skip, advances t, and writes
+                            the scalars that the update reads. No number has to visit the host.
+   Each rank counts only what it owns, so padding and elements held twice never count, in every stage (cases B1, B2).
+   A gradient that is not finite makes the sum not finite on every rank, so all skip together (D1); a square of an
+   fp32 number cannot overflow fp64 (B4).
+
+   Here are also the helpers that norm and update share: loads and stores of 4 elements, bf16, launching.
+
+   defines: ZeroScalars, ZeroStepSettings, ZeroBf16, zero_load, zero_store, zero_is_aligned, ZeroNorm,
+            zero_norm_partials, zero_norm_sum, zero_norm_finish, zero_skip_launch, zero_set_t_launch
+*/
+#ifndef LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
+#define LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
+
+#include <cuda_runtime.h>
+
+#include "memory.cuh"
+
+#define ZERO_BLOCK_THREADS 256
+
+/* Written by zero_norm_finish, read by the update; on the device. */
+typedef struct ZeroScalars {
+    uint64_t t;              /* updates applied so far, this step's included unless it is skipped */
+    uint64_t skipped;        /* steps dropped because a gradient was not finite */
+    uint64_t skipped_in_row; /* of these, how many have just followed one another */
+    uint64_t dropped;        /* steps dropped by the caller (zero_skip) */
+    double passenger_sum;    /* the caller's numbers added up in rank order */
+    float norm;              /* global norm of the mean gradient, before clipping */
+    float grad_factor;       /* 1/ranks, grad_scale and clip in one factor */
+    float bias1_inverse;     /* 1 / (1 - beta1^t) */
+    float bias2_sqrt;        /* sqrt(1 - beta2^t) */
+    uint32_t noise_key[2];   /* of stochastic rounding in this step */
+    int skip;                /* 1: the update leaves everything as it is */
+} ZeroScalars;
+
+/* What the finish needs besides the sums. */
+typedef struct ZeroStepSettings {
+    double beta1, beta2;
+    double grad_scale; /* what the summed gradients lack: 1/ranks times the caller's grad_scale */
+    double max_norm;   /* clip to this norm; 0: do not clip */
+    uint64_t seed;     /* of stochastic rounding */
+    int ranks;
+} ZeroStepSettings;
+
+/* ------------------------------------------------------------------ elements, four or one at a time */
+
+typedef struct ZeroBf16 {
+    uint16_t bits;
+} ZeroBf16;
+
+static __device__ __forceinline__ float zero_from_bf16(uint32_t bits) { return __uint_as_float(bits << 16); }
+
+/* fp32 to bf16, to nearest, ties to even; NaN stays NaN */
+static __device__ __forceinline__ uint32_t zero_to_bf16(float x) {
+    uint32_t bits = __float_as_uint(x);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 0x40u : rounded;
+}
+
+/* 16-byte accesses for fp32, 8-byte for bf16; the pointer is so aligned */
+static __device__ __forceinline__ void zero_load(const float* from, float (&x)[4]) {
+    float4 raw = *reinterpret_cast<const float4*>(from);
+    x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
+}
+static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x)[4]) {
+    uint2 raw = *reinterpret_cast<const uint2*>(from);
+    x[0] = zero_from_bf16(raw.x & 0xffffu), x[1] = zero_from_bf16(raw.x >> 16);
+    x[2] = zero_from_bf16(raw.y & 0xffffu), x[3] = zero_from_bf16(raw.y >> 16);
+}
+static __device__ __forceinline__ void zero_store(float* to, const float (&x)[4]) {
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+}
+static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint32_t (&bits)[4]) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | (bits[1] << 16), bits[2] | (bits[3] << 16));
+}
+/* one element: heads, tails and buffers that are not aligned */
+static __device__ __forceinline__ void zero_load(const float* from, float (&x)[1]) { x[0] = *from; }
+static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x)[1]) { x[0] = zero_from_bf16(from->bits); }
+static __device__ __forceinline__ void zero_store(float* to, const float (&x)[1]) { *to = x[0]; }
+static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint32_t (&bits)[1]) {
+    to->bits = (uint16_t)bits[0];
+}
+
+/* Whether four elements of a type can be accessed at once at every multiple of four behind this pointer. */
+static inline int zero_is_aligned(const void* pointer, size_t element_bytes) {
+    return (uintptr_t)pointer % (4 * element_bytes) == 0;
+}
+
+/* How a chunk splits: `head` elements up to an offset that is a multiple of four, `vectors` of four, and a tail. */
+static __device__ __forceinline__ void zero_split_chunk(const ZeroChunk& chunk, int aligned, uint32_t* head,
+                                                        uint32_t* vectors) {
+    uint32_t to_aligned = (uint32_t)(0 - chunk.flat_offset) & 3u;
+    *head = !aligned || to_aligned > chunk.count ? chunk.count : to_aligned;
+    *vectors = (chunk.count - *head) / 4;
+}
+
+static inline cudaLaunchConfig_t zero_launch_config(size_t blocks, unsigned threads, cudaStream_t stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)blocks, 1, 1);
+    config.blockDim = dim3(threads, 1, 1);
+    config.stream = stream;
+    return config;
+}
+
+/* ------------------------------------------------------------------ kernels */
+
+/* Sum over a block of ZERO_BLOCK_THREADS, in an order that is always the same; the result is thread 0's. Every
+   thread calls it, once in a kernel. */
+static __device__ __forceinline__ double zero_block_sum(double value) {
+    __shared__ double values[ZERO_BLOCK_THREADS];
+    double sum = 0.0;
+    values[threadIdx.x] = value;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        for (unsigned i = threadIdx.x; i < ZERO_BLOCK_THREADS; i += 32) sum += values[i];
+        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
+    }
+    return sum;
+}
+
+template <int kCount, typename Grad>
+static __device__ __forceinline__ double zero_add_squares(const Grad* grads, double sum) {
+    float g[kCount];
+    zero_load(grads, g);
+    for (int k = 0; k < kCount; k++) sum = __fma_rn((double)g[k], (double)g[k], sum);
+    return sum;
+}
+
+/* Block b adds up the chunks from b * chunks / blocks to (b + 1) * chunks / blocks. */
+template <typename Grad>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+zero_norm_partials_kernel(const ZeroChunk* chunks, size_t chunks_count, const Grad* grads, int aligned,
+                          double* partials) {
+    size_t first = (size_t)blockIdx.x * chunks_count / gridDim.x;
+    size_t last = ((size_t)blockIdx.x + 1) * chunks_count / gridDim.x;
+    double sum = 0.0;
+    for (size_t c = first; c < last; c++) {
+        const ZeroChunk& chunk = chunks[c];
+        const Grad* g = grads + chunk.flat_offset;
+        uint32_t head, vectors;
+        zero_split_chunk(chunk, aligned, &head, &vectors);
+        for (uint32_t i = threadIdx.x; i < vectors; i += ZERO_BLOCK_THREADS)
+            sum = zero_add_squares<4>(g + head + 4 * (size_t)i, sum);
+        for (uint32_t i = threadIdx.x; i < chunk.count - 4 * vectors; i += ZERO_BLOCK_THREADS)
+            sum = zero_add_squares<1>(g + (i < head ? i : i + 4 * vectors), sum);
+    }
+    sum = zero_block_sum(sum);
+    if (threadIdx.x == 0) partials[blockIdx.x] = sum;
+}
+
+template <typename Passenger>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger, double* own) {
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < partials_count; i += ZERO_BLOCK_THREADS) sum += partials[i];
+    sum = zero_block_sum(sum);
+    if (threadIdx.x == 0) {
+        own[0] = sum;
+        own[1] = passenger ? *passenger : 0.0;
+    }
+}
+
+/* base^n by squaring, in double */
+static __device__ __forceinline__ double zero_power(double base, uint64_t n) {
+    double power = 1.0;
+    for (; n > 0; n >>= 1, base *= base)
+        if (n & 1) power *= base;
+    return power;
+}
+
+/* 64 well mixed bits (the finalizer of splitmix64, Steele et al. 2014) */
+static __host__ __device__ __forceinline__ uint64_t zero_mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+/* Bias corrections and noise of update t, in double, by one thread. */
+static __device__ __forceinline__ void zero_prepare_update(ZeroScalars* s, const ZeroStepSettings& settings) {
+    uint64_t key = zero_mix(settings.seed ^ zero_mix(s->t * 0x9e3779b97f4a7c15ull));
+    s->bias1_inverse = (float)(1.0 / (1.0 - zero_power(settings.beta1, s->t)));
+    s->bias2_sqrt = (float)sqrt(1.0 - zero_power(settings.beta2, s->t));
+    s->noise_key[0] = (uint32_t)key;
+    s->noise_key[1] = (uint32_t)(key >> 32);
+}
+
+/* sums: {sum of squares, passenger} of each rank. Clip factor as in PyTorch's clip_grad_norm_:
+   min(1, max_norm / (norm + 1e-6)). */
+template <typename Settings>
+static __global__ void zero_norm_finish_kernel(const double* sums, const Settings settings, ZeroScalars* s) {
+    double squares = 0.0, passenger = 0.0, norm, factor = settings.grad_scale;
+    for (int r = 0; r < settings.ranks; r++) {
+        squares += sums[2 * r];
+        passenger += sums[2 * r + 1];
+    }
+    norm = sqrt(squares) * fabs(settings.grad_scale);
+    s->skip = !(squares <= 1.7976931348623157e308); /* true for inf and NaN */
+    s->passenger_sum = passenger;
+    s->norm = (float)norm;
+    if (s->skip) {
+        s->skipped++;
+        s->skipped_in_row++;
+        return;
+    }
+    if (settings.max_norm > 0.0 && settings.max_norm < norm + 1e-6) factor *= settings.max_norm / (norm + 1e-6);
+    s->grad_factor = (float)factor;
+    s->skipped_in_row = 0;
+    s->t++;
+    zero_prepare_update(s, settings);
+}
+
+/* The caller drops the step that was just decided on. */
+template <typename Scalars>
+static __global__ void zero_skip_kernel(Scalars* s) {
+    if (s->skip) return; /* dropped already, and t not advanced */
+    s->skip = 1;
+    s->dropped++;
+    s->t--;
+}
+
+template <typename Scalars>
+static __global__ void zero_set_t_kernel(Scalars* s, uint64_t t) {
+    s->t = t;
+}
+
+/* ------------------------------------------------------------------ checked entries */
+
+/* One norm: what the three launches work on. All pointers are device memory of the caller's. */
+typedef struct ZeroNorm {
+    const ZeroChunk* chunks; /* this rank's chunk table */
+    size_t chunks_count;
+    const void* grads;       /* flat, reduced in this rank's slices */
+    ZeroDtype grads_dtype;
+    double* partials;        /* min(chunks_count, ZERO_NORM_BLOCKS_MAX) */
+    double* own_sums;        /* 2: this rank's sum of squares and passenger, for the all-gather */
+    const double* all_sums;  /* 2 * ranks, in rank order; with one rank the same as own_sums */
+    ZeroScalars* scalars;
+} ZeroNorm;
+
+static inline size_t zero_norm_blocks(const ZeroNorm* norm) {
+    return norm->chunks_count < ZERO_NORM_BLOCKS_MAX ? norm->chunks_count : ZERO_NORM_BLOCKS_MAX;
+}
+
+/* Launches 1 on `stream`. A rank that owns padding only launches nothing. */
+static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(zero_norm_blocks(norm), ZERO_BLOCK_THREADS, stream);
+    int aligned = zero_is_aligned(norm->grads, zero_dtype_bytes(norm->grads_dtype));
+    if (norm->chunks_count == 0) return zero_ok();
+    if (norm->grads_dtype == ZERO_BF16) {
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<ZeroBf16>, norm->chunks, norm->chunks_count,
+                                         (const ZeroBf16*)norm->grads, aligned, norm->partials));
+    } else {
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<float>, norm->chunks, norm->chunks_count,
+                                         (const float*)norm->grads, aligned, norm->partials));
+    }
+    return zero_ok();
+}
+
+/* Launch 2. passenger: one double on the device, or NULL. */
+static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passenger, cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials,
+                                     (int)zero_norm_blocks(norm), passenger, norm->own_sums));
+    return zero_ok();
+}
+
+/* Launch 3, once all_sums has arrived. grad_scale must fit into fp32: good gradients times inf would ruin the params. */
+static inline ZeroResult zero_norm_finish(const ZeroNorm* norm, const ZeroStepSettings* settings, cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+    if (!(settings->grad_scale >= -3.4e38 && settings->grad_scale <= 3.4e38) || !(settings->max_norm >= 0.0))
+        return zero_error(ZERO_ERROR_ARGUMENT, "grad_scale is %g and max_norm %g; |grad_scale| <= 3.4e38 and max_norm "
+                          ">= 0 are allowed", settings->grad_scale, settings->max_norm);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_finish_kernel<ZeroStepSettings>, norm->all_sums, *settings,
+                                     norm->scalars));
+    return zero_ok();
+}
+
+/* Drops the step, behind zero_norm_finish and before the update. */
+static inline ZeroResult zero_skip_launch(ZeroScalars* scalars, cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_skip_kernel<ZeroScalars>, scalars));
+    return zero_ok();
+}
+
+/* Sets the number of updates applied so far (a resumed run). */
+static inline ZeroResult zero_set_t_launch(ZeroScalars* scalars, uint64_t t, cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_set_t_kernel<ZeroScalars>, scalars, t));
+    return zero_ok();
+}
+
+#endif /* LLMC_ZERO_GRAD_NORM_CUH_INCLUDED */
