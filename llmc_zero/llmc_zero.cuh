@@ -1,0 +1,27 @@
+/* llmc_zero - ZeRO for C training frameworks: the one include.
+
+   The model is one flat parameter buffer; each rank owns a contiguous slice of it (of every bucket of it). Gradients
+   arrive by reduce-scatter, one fused kernel updates the slice, ncclAllGather rebuilds the full parameters.
+   Optimizer state falls to 1/ranks; the loss curve stays the same.
+
+   To read, in the order of a step (each header's first block is its manual):
+     check.cuh        ZeroResult: a code and one line of text; the library never prints and never exits
+     layout.cuh       ZeroSegment, ZeroLayout: where every parameter lies, who owns it
+     memory.cuh       ZeroPlan, ZeroMemory: bytes needed, bytes held
+     collectives.cuh  ZeroComm: reduce and gather of a bucket, every event between the two streams
+     grad_norm.cuh    norm, clip, skip and t on the device
+     adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding
+     optimizer.cuh    ZeroOptimizer: the buffers and the step; a whole example stands at its top
+   and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder).
+
+   Include it in any number of translation units: host functions are static inline, kernels templates. It needs C++17,
+   CUDA 12 or later and NCCL, or ZERO_NO_NCCL defined for programs of one rank.
+
+   defines: LLMC_ZERO_VERSION (check.cuh)
+*/
+#ifndef LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
+#define LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
+
+#include "optimizer.cuh"
+
+#endif /* LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED */
