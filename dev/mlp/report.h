@@ -1,0 +1,190 @@
+/* dev/mlp/report.h - what train_mlp says: step lines, main.log, the parameters' sum and hash, summary.json.
+
+   main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged.
+
+   defines: Report, report_open, report_step, report_close, ParamsDigest, params_digest
+*/
+#pragma once
+#include <errno.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "../../llmc_zero/llmc_zero.cuh"
+#include "options.h"
+
+typedef struct Report { /* rank 0 writes, the others keep quiet */
+    int writes;
+    FILE* log;
+    const Options* options;
+    double *step_ms, *exposed_ms; /* of the steps so far */
+    size_t count, capacity;
+    double loss, norm;
+} Report;
+
+/* Makes the directory with its parents and opens DIR/main.log anew. A rank that does not write only returns. */
+static inline ZeroResult report_open(Report* report, const Options* o, int writes) {
+    char path[4096];
+    size_t i, length;
+    memset(report, 0, sizeof(*report));
+    report->writes = writes;
+    report->options = o;
+    if (!writes || !o->directory) return zero_ok();
+    length = strlen(o->directory);
+    for (i = 1; i <= length; i++) {
+        if (i < length && o->directory[i] != '/') continue;
+        snprintf(path, sizeof(path), "%.*s", (int)i, o->directory);
+        if (mkdir(path, 0777) != 0 && errno != EEXIST)
+            return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s", o->directory, path,
+                              strerror(errno));
+    }
+    snprintf(path, sizeof(path), "%s/main.log", o->directory);
+    report->log = fopen(path, "w");
+    if (!report->log)
+        return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory, strerror(errno));
+    return zero_ok();
+}
+
+static inline ZeroResult report_keep(Report* report, double step_ms, double exposed_ms) {
+    if (report->count == report->capacity) {
+        size_t capacity = report->capacity ? 2 * report->capacity : 256;
+        double* a = (double*)realloc(report->step_ms, capacity * sizeof(double));
+        if (a) report->step_ms = a;
+        double* b = (double*)realloc(report->exposed_ms, capacity * sizeof(double));
+        if (b) report->exposed_ms = b;
+        if (!a || !b) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu step times", capacity);
+        report->capacity = capacity;
+    }
+    report->step_ms[report->count] = step_ms;
+    report->exposed_ms[report->count++] = exposed_ms;
+    return zero_ok();
+}
+
+/* One finished step, counted from 1. */
+static inline ZeroResult report_step(Report* report, long long step, double loss, const ZeroReport* z, double step_ms) {
+    const Options* o = report->options;
+    report->loss = loss;
+    report->norm = z->norm;
+    ZERO_TRY(report_keep(report, step_ms, z->exposed_ms));
+    if (!report->writes) return zero_ok();
+    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s\n", step, o->steps, loss,
+           (double)z->norm, o->lr, step_ms, z->exposed_ms, z->skip ? " | skipped: a gradient is not finite" : "");
+    fflush(stdout);
+    if (report->log) {
+        fprintf(report->log, "s:%lld trl:%.9g lr:%.9g norm:%.9g\n", step, loss, o->lr, (double)z->norm);
+        if (fflush(report->log) != 0)
+            return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", o->directory, strerror(errno));
+    }
+    return zero_ok();
+}
+
+/* ------------------------------------------------------------------ the parameters in numbers */
+
+typedef struct ParamsDigest {
+    double sum;    /* as the recipe sums: sum of each weight + width * sum of each bias */
+    uint64_t hash; /* over every element with its model index; the order of adding does not matter */
+} ParamsDigest;
+
+static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host, ZeroDtype dtype,
+                                  double sum_factor) {
+    double sum = 0.0;
+    uint64_t hash = 0;
+    for (size_t i = 0; i < segment->count; i++) {
+        uint32_t bits = dtype == ZERO_BF16 ? (uint32_t)((const uint16_t*)host)[i] << 16 : ((const uint32_t*)host)[i];
+        float x;
+        memcpy(&x, &bits, sizeof(x));
+        sum += x;
+        hash += zero_mix((uint64_t)bits << 32 ^ zero_mix(segment->model_offset + i));
+    }
+    digest->sum += sum_factor * sum;
+    digest->hash += hash;
+}
+
+/* Reads all params back, segment by segment, behind what `stream` has to do. Biases are the odd segments. */
+static inline ZeroResult params_digest(ParamsDigest* digest, const ZeroLayout* layout, const void* params, size_t width,
+                                       cudaStream_t stream) {
+    size_t bytes = zero_dtype_bytes(layout->dtype), largest = 1;
+    ZeroResult result = zero_ok();
+    void* host;
+    memset(digest, 0, sizeof(*digest));
+    for (int s = 0; s < layout->segments_count; s++)
+        if (layout->segments[s].count > largest) largest = layout->segments[s].count;
+    host = malloc(largest * bytes);
+    if (!host) return zero_error(ZERO_ERROR_MEMORY, "no host memory for a tensor of %zu elements", largest);
+    for (int s = 0; s < layout->segments_count && result.code == ZERO_OK; s++) {
+        const ZeroSegment* segment = &layout->segments[s];
+        cudaError_t error = cudaMemcpyAsync(host, (const char*)params + segment->flat_offset * bytes,
+                                            segment->count * bytes, cudaMemcpyDeviceToHost, stream);
+        if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+        if (error != cudaSuccess)
+            result = zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(error));
+        else
+            digest_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
+    }
+    free(host);
+    return result;
+}
+
+/* ------------------------------------------------------------------ summary.json */
+
+static inline int report_compare(const void* a, const void* b) {
+    double x = *(const double*)a, y = *(const double*)b;
+    return x < y ? -1 : x > y;
+}
+
+static inline double report_median(const double* values, size_t count) {
+    double median = 0.0, *sorted = (double*)malloc((count ? count : 1) * sizeof(double));
+    if (!sorted || count == 0) {
+        free(sorted);
+        return 0.0;
+    }
+    memcpy(sorted, values, count * sizeof(double));
+    qsort(sorted, count, sizeof(double), report_compare);
+    median = count % 2 ? sorted[count / 2] : 0.5 * (sorted[count / 2 - 1] + sorted[count / 2]);
+    free(sorted);
+    return median;
+}
+
+/* JSON has no NaN: null then. */
+static inline void report_number(FILE* file, const char* key, double value) {
+    if (value == value && value - value == 0.0) fprintf(file, "  \"%s\": %.9g,\n", key, value);
+    else fprintf(file, "  \"%s\": null,\n", key);
+}
+
+/* Writes DIR/summary.json (whole or not at all) and closes main.log; frees. peak_bytes: the four memory points. */
+static inline ZeroResult report_close(Report* report, int ranks, uint64_t skipped, const ParamsDigest* digest,
+                                      const size_t* peak_bytes, size_t state_bytes) {
+    const Options* o = report->options;
+    char path[4096], temporary[4096];
+    FILE* file = NULL;
+    int failed = 0;
+    if (report->log) {
+        failed = ferror(report->log) | fclose(report->log);
+        snprintf(path, sizeof(path), "%s/summary.json", o->directory);
+        snprintf(temporary, sizeof(temporary), "%s/summary.json.tmp", o->directory);
+        file = failed ? NULL : fopen(temporary, "w");
+    }
+    if (file) {
+        fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n", ranks, o->stage,
+                o->steps, (unsigned long long)skipped);
+        report_number(file, "loss", report->loss);
+        report_number(file, "norm", report->norm);
+        fprintf(file, digest->sum - digest->sum == 0.0 ? "  \"params_sum\": %.17g,\n" : "  \"params_sum\": null,\n", digest->sum);
+        fprintf(file, "  \"params_hash\": \"%016llx\",\n", (unsigned long long)digest->hash);
+        fprintf(file, "  \"peak_mb\": [%.6f, %.6f, %.6f, %.6f],\n", 1e-6 * (double)peak_bytes[0], 1e-6 * (double)peak_bytes[1],
+                1e-6 * (double)peak_bytes[2], 1e-6 * (double)peak_bytes[3]);
+        fprintf(file, "  \"optimizer_state_mb\": %.6f,\n", 1e-6 * (double)state_bytes);
+        fprintf(file, "  \"step_ms\": %.3f,\n", report_median(report->step_ms, report->count));
+        fprintf(file, "  \"exposed_ms\": %.3f\n}\n", report_median(report->exposed_ms, report->count));
+        failed = ferror(file) | fclose(file);
+        failed |= !failed && rename(temporary, path) != 0;
+    } else if (report->log) {
+        failed = 1;
+    }
+    free(report->step_ms);
+    free(report->exposed_ms);
+    report->step_ms = report->exposed_ms = NULL;
+    report->log = NULL;
+    if (failed) return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", o->directory, strerror(errno));
+    return zero_ok();
+}

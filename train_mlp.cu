@@ -1,0 +1,459 @@
+/* train_mlp.cu - trains an MLP with its optimizer state sharded over ranks, or not: PyTorch's recipe for
+   ZeroRedundancyOptimizer (20 x Linear(2000, 2000), MSE, Adam) by default.
+
+       make train_mlp
+       mpirun -np 2 ./train_mlp -z 1          # sharded;  -z 0: not;  --help: all flags
+
+   Reads from top to bottom: the model, one step, the run, main. */
+#include "llmc_zero/llmc_zero.cuh" // defines: ZeroLayout, ZeroOptimizer and the step: zero_begin ... zero_update
+#include "llmc_zero/world.cuh"     // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather, _wait
+#include "dev/mlp/options.h"       // defines: Options, options_parse: the command line
+#include "dev/mlp/torch_random.h"  // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
+#include "dev/mlp/loss.cuh"        // defines: loss_run (MSE), data_split (new samples each step)
+#include "dev/mlp/linear.cuh"      // defines: Linear, linear_forward, linear_backward (cuBLASLt)
+#include "dev/mlp/report.h"        // defines: Report: step lines, main.log, summary.json; params_digest
+
+// ----------------------------------------------------------------------------- the model
+
+typedef struct Mlp {
+    const Options* options;
+    ZeroWorld* world;
+    int layers, micros;
+    size_t width, row_count;  // row_count = batch * width: elements of one activation
+    size_t row_stride;        // the same, rounded up so that each activation is aligned
+    ZeroDtype dtype;
+    cudaStream_t stream;
+    ZeroLayout layout;        // segments 2l and 2l+1 are weight and bias of layer l, unit l
+    ZeroMemory memory;
+    ZeroOptimizer zero;
+    Linear linear;
+    char (*names)[24];
+    // activations
+    void* data;        // (x, y) of one micro-step, or of each (-I recipe, own): [sets][2][row_stride]
+    void* activations; // [layers][row_stride]: outputs of the layers
+    void* row_grads;   // [2][row_stride]: gradients of two neighbouring activations
+    void* workspace;   // cuBLASLt's
+    double* loss;      // [loss_bytes]
+    long long steps_done;
+} Mlp;
+
+static void* row_at(const Mlp* mlp, void* rows, size_t index) {
+    return (char*)rows + index * mlp->row_stride * zero_dtype_bytes(mlp->dtype);
+}
+
+static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, char (*names)[24]) {
+    const size_t width = (size_t)o->width;
+    ZeroLayoutConfig config = zero_layout_config(ranks, (ZeroDtype)o->dtype);
+    ZeroSegment* segments = (ZeroSegment*)calloc(2 * (size_t)o->layers, sizeof(ZeroSegment));
+    if (!segments) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
+    for (int l = 0; l < o->layers; l++) {
+        snprintf(names[2 * l], sizeof(names[0]), "%d.weight", l);
+        snprintf(names[2 * l + 1], sizeof(names[0]), "%d.bias", l);
+        segments[2 * l] = zero_segment(names[2 * l], width * width, l);
+        segments[2 * l + 1] = zero_segment(names[2 * l + 1], width, l);
+    }
+    config.units_apart = (int)o->bucket_unit;
+    config.bucket_bytes = (size_t)(o->bucket_mb * 1e6);
+    if (o->bucket_mb > 0.0 && config.bucket_bytes == 0) config.bucket_bytes = 1;
+    ZeroResult result = zero_layout(layout, segments, 2 * (int)o->layers, &config);
+    free(segments);
+    return result;
+}
+
+static size_t data_sets(const Mlp* mlp) { return mlp->options->data == DATA_SPLIT ? 1 : (size_t)mlp->micros; }
+
+static size_t activation_bytes(const Mlp* mlp) {
+    return (2 * data_sets(mlp) + (size_t)mlp->layers + 2) * mlp->row_stride * zero_dtype_bytes(mlp->dtype) +
+           WORKSPACE_BYTES + loss_bytes();
+}
+
+static ZeroConfig mlp_config(const Options* o) {
+    ZeroConfig c = zero_config();
+    c.stage = (int)o->stage;
+    c.algorithm = (ZeroAlgorithm)o->algorithm;
+    c.reduction = (ZeroReduction)o->reduction;
+    c.accumulation = (ZeroAccumulation)o->accumulation;
+    c.masters = (int)o->masters;
+    c.overlap = (int)o->overlap;
+    c.timing = 1;
+    c.beta1 = o->beta1, c.beta2 = o->beta2, c.eps = o->eps;
+    c.weight_decay = o->weight_decay;
+    c.momentum = o->momentum;
+    c.max_norm = o->max_norm;
+    c.seed = (uint64_t)o->seed;
+    return c;
+}
+
+// Bytes that this rank will ask for, before anything is allocated.
+static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
+    const Options* o = mlp->options;
+    ZeroPlanChoice choice = {rank, (int)o->stage, (ZeroAlgorithm)o->algorithm, o->momentum, (int)o->masters};
+    return zero_plan(plan, &mlp->layout, &choice);
+}
+
+static ZeroResult mlp_check_memory(const Mlp* mlp) {
+    size_t free_bytes = 0, total_bytes = 0;
+    ZeroPlan plan;
+    ZERO_TRY(mlp_plan(mlp, mlp->world->rank, &plan));
+    const double wanted = (double)zero_plan_total(&plan) + (double)activation_bytes(mlp);
+    ZERO_TRY_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+    if (wanted <= (double)free_bytes) return zero_ok();
+    return zero_error(ZERO_ERROR_MEMORY, "-L %d -C %zu -b %lld: need %.1f MB of device memory on each of %d ranks, %.1f "
+                      "MB are free: lower one of them, or use more ranks", mlp->layers, mlp->width,
+                      mlp->options->batch, 1e-6 * wanted, mlp->world->ranks, 1e-6 * (double)free_bytes);
+}
+
+static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_t bytes) {
+    cudaError_t error = cudaMalloc(pointer, bytes);
+    if (error != cudaSuccess) {
+        *pointer = NULL;
+        cudaGetLastError();
+        return zero_error(ZERO_ERROR_MEMORY, "rank %d: %s of %.1f MB: %s", mlp->world->rank, what, 1e-6 * (double)bytes,
+                          cudaGetErrorString(error));
+    }
+    zero_memory_add(&mlp->memory, ZERO_MEMORY_ACTIVATIONS, bytes);
+    return zero_ok();
+}
+
+// Copies fp32 numbers to the device in the model's type; `host` may be reused at once.
+static ZeroResult upload(const Mlp* mlp, void* to, float* host, size_t count) {
+    if (mlp->dtype == ZERO_BF16) {
+        uint16_t* narrow = (uint16_t*)host; // in place: element i is written behind where it was read
+        for (size_t i = 0; i < count; i++) {
+            uint32_t bits;
+            memcpy(&bits, &host[i], sizeof(bits));
+            bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+            uint16_t half = (uint16_t)bits;
+            memcpy(&narrow[i], &half, sizeof(half));
+        }
+    }
+    ZERO_TRY_CUDA(cudaMemcpyAsync(to, host, count * zero_dtype_bytes(mlp->dtype), cudaMemcpyHostToDevice, mlp->stream));
+    ZERO_TRY_CUDA(cudaStreamSynchronize(mlp->stream));
+    return zero_ok();
+}
+
+// The recipe's initial weights: seed, then weight and bias of each layer, as nn.Linear draws them on a CPU.
+static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
+    const double bound = torch_linear_bound(mlp->width);
+    ZeroResult result = zero_ok();
+    float* host = (float*)malloc(mlp->width * mlp->width * sizeof(float));
+    if (!host) return zero_error(ZERO_ERROR_MEMORY, "-C %zu: no host memory for a weight", mlp->width);
+    for (int s = 0; s < mlp->layout.segments_count && result.code == ZERO_OK; s++) {
+        const ZeroSegment* segment = &mlp->layout.segments[s];
+        torch_uniform(random, host, segment->count, bound);
+        result = upload(mlp, (char*)mlp->zero.params + segment->flat_offset * zero_dtype_bytes(mlp->dtype), host,
+                        segment->count);
+    }
+    free(host);
+    return result;
+}
+
+// -I recipe: every rank goes on with the model's random numbers; own: each from a seed of its own. Drawn once.
+static ZeroResult mlp_draw_data(Mlp* mlp, TorchRandom* random) {
+    if (mlp->options->data == DATA_SPLIT) return zero_ok();
+    if (mlp->options->data == DATA_OWN) torch_seed(random, 1000u + (uint32_t)mlp->world->rank);
+    ZeroResult result = zero_ok();
+    float* host = (float*)malloc(mlp->row_count * sizeof(float));
+    if (!host) return zero_error(ZERO_ERROR_MEMORY, "-b %lld: no host memory for a batch", mlp->options->batch);
+    for (size_t row = 0; row < 2 * data_sets(mlp) && result.code == ZERO_OK; row++) {
+        torch_normal(random, host, mlp->row_count);
+        result = upload(mlp, row_at(mlp, mlp->data, row), host, mlp->row_count);
+    }
+    free(host);
+    return result;
+}
+
+static void mlp_free(Mlp* mlp) {
+    linear_free(&mlp->linear);
+    zero_free(&mlp->zero);
+    cudaFree(mlp->loss);
+    cudaFree(mlp->workspace);
+    cudaFree(mlp->row_grads);
+    cudaFree(mlp->activations);
+    cudaFree(mlp->data);
+    zero_layout_free(&mlp->layout);
+    free(mlp->names);
+    if (mlp->stream) cudaStreamDestroy(mlp->stream);
+}
+
+// The four moments of the recipe's memory table.
+typedef struct PeakBytes {
+    size_t params, grads, before_update, after_update;
+} PeakBytes;
+
+static ZeroResult mlp_create(Mlp* mlp, const Options* o, ZeroWorld* world, PeakBytes* peaks) {
+    const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype);
+    const ZeroConfig config = mlp_config(o);
+    TorchRandom random;
+    memset(mlp, 0, sizeof(*mlp));
+    mlp->options = o;
+    mlp->world = world;
+    mlp->layers = (int)o->layers;
+    mlp->micros = o->total_batch ? (int)(o->total_batch / (o->batch * world->ranks)) : 1;
+    mlp->width = (size_t)o->width;
+    mlp->row_count = (size_t)o->batch * mlp->width;
+    mlp->row_stride = zero_round_up(mlp->row_count, ZERO_ALIGN_BYTES / bytes);
+    mlp->dtype = (ZeroDtype)o->dtype;
+    mlp->memory = zero_memory();
+    mlp->names = (char(*)[24])calloc(2 * (size_t)o->layers, sizeof(mlp->names[0]));
+    if (!mlp->names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
+    ZERO_TRY(mlp_layout(&mlp->layout, o, world->ranks, mlp->names));
+    ZERO_TRY(mlp_check_memory(mlp));
+    ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&mlp->stream, cudaStreamNonBlocking));
+
+    ZERO_TRY(zero_init(&mlp->zero, &config, &mlp->layout, world->rank, world->comm, mlp->stream, &mlp->memory));
+    ZERO_TRY(zero_alloc_params(&mlp->zero, NULL));
+    torch_seed(&random, (uint32_t)o->seed);
+    ZERO_TRY(mlp_initialise(mlp, &random));
+    peaks->params = mlp->memory.peak_bytes;
+    ZERO_TRY(zero_alloc_grads(&mlp->zero, NULL));
+    peaks->grads = mlp->memory.peak_bytes;
+    ZERO_TRY(zero_alloc_state(&mlp->zero));
+
+    ZERO_TRY(mlp_allocate(mlp, &mlp->data, "data", 2 * data_sets(mlp) * mlp->row_stride * bytes));
+    ZERO_TRY(mlp_allocate(mlp, &mlp->activations, "activations", (size_t)mlp->layers * mlp->row_stride * bytes));
+    ZERO_TRY(mlp_allocate(mlp, &mlp->row_grads, "activation gradients", 2 * mlp->row_stride * bytes));
+    ZERO_TRY(mlp_allocate(mlp, &mlp->workspace, "cuBLASLt's workspace", WORKSPACE_BYTES));
+    ZERO_TRY(mlp_allocate(mlp, (void**)&mlp->loss, "loss", loss_bytes()));
+    ZERO_TRY(linear_create(&mlp->linear, mlp->dtype, (int)o->batch, (int)o->width, mlp->workspace, mlp->stream));
+    zero_attach(&mlp->zero, mlp->loss);
+    return mlp_draw_data(mlp, &random);
+}
+
+// ----------------------------------------------------------------------------- one step
+
+static void* layer_input(const Mlp* mlp, void* x, int l) { return l == 0 ? x : row_at(mlp, mlp->activations, (size_t)l - 1); }
+
+static ZeroResult mlp_forward(Mlp* mlp, void* x) {
+    const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
+    for (int l = 0; l < mlp->layers; l++) {
+        void* weight;
+        ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
+        ZERO_TRY(linear_forward(&mlp->linear, layer_input(mlp, x, l), weight, (char*)weight + bias_offset,
+                                row_at(mlp, mlp->activations, (size_t)l)));
+        ZERO_TRY(zero_params_release(&mlp->zero, l));
+    }
+    return zero_ok();
+}
+
+// Begins with d loss / d output in row_grads[(layers - 1) % 2].
+static ZeroResult mlp_backward(Mlp* mlp, void* x) {
+    const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
+    for (int l = mlp->layers - 1; l >= 0; l--) {
+        void *weight, *weight_grad;
+        int add;
+        ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
+        ZERO_TRY(zero_grads_acquire(&mlp->zero, l, &weight_grad, &add));
+        ZERO_TRY(linear_backward(&mlp->linear, layer_input(mlp, x, l), weight, row_at(mlp, mlp->row_grads, (size_t)l % 2),
+                                 weight_grad, (char*)weight_grad + bias_offset,
+                                 l > 0 ? row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2) : NULL, add));
+        ZERO_TRY(zero_grads_ready(&mlp->zero, l));
+        ZERO_TRY(zero_params_release(&mlp->zero, l));
+    }
+    return zero_ok();
+}
+
+static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
+    const Options* o = mlp->options;
+    const size_t set = o->data == DATA_SPLIT ? 0 : (size_t)micro;
+    void *x = row_at(mlp, mlp->data, 2 * set), *y = row_at(mlp, mlp->data, 2 * set + 1);
+    if (o->data == DATA_SPLIT) {
+        const long long micros_before = mlp->steps_done * mlp->micros + micro;
+        const long long first = (micros_before * mlp->world->ranks + mlp->world->rank) * o->batch;
+        ZERO_TRY(data_split(mlp->dtype, x, y, (int)o->batch, (int)o->width, (uint64_t)o->seed, (uint64_t)first,
+                            mlp->stream));
+    }
+    ZERO_TRY(zero_begin(&mlp->zero, micro, mlp->micros, 1.0 / mlp->micros));
+    ZERO_TRY(mlp_forward(mlp, x));
+    ZERO_TRY(loss_run(mlp->dtype, row_at(mlp, mlp->activations, (size_t)mlp->layers - 1), y,
+                      row_at(mlp, mlp->row_grads, (size_t)(mlp->layers - 1) % 2), mlp->row_count, micro, mlp->micros,
+                      mlp->loss, mlp->stream));
+    return mlp_backward(mlp, x);
+}
+
+// One step: forward and backward of each micro-step, norm, update. The norm is asked for because the log wants it.
+static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
+    float norm;
+    for (int micro = 0; micro < mlp->micros; micro++) ZERO_TRY(mlp_micro_step(mlp, micro));
+    peaks->before_update = mlp->memory.peak_bytes;
+    ZERO_TRY(zero_grad_norm(&mlp->zero, &norm));
+    ZERO_TRY(zero_update(&mlp->zero, mlp->options->lr));
+    peaks->after_update = mlp->memory.peak_bytes;
+    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream)); // not for the gathers: those run on under the next forward
+    ZERO_TRY(zero_report(&mlp->zero, report));
+    mlp->steps_done++;
+    return zero_ok();
+}
+
+// ----------------------------------------------------------------------------- the run
+
+static double now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
+}
+
+static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroReport* last) {
+    for (long long step = 1; step <= mlp->options->steps; step++) {
+        const double start_ms = now_ms();
+        ZERO_TRY(mlp_step(mlp, last, peaks));
+        ZERO_TRY(report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
+    }
+    return zero_ok();
+}
+
+// Sum and hash of the params on every rank; ranks that differ are an error.
+static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* mine) {
+    ZeroWorld* world = mlp->world;
+    ZeroResult result = zero_ok();
+    void* params;
+    ZERO_TRY(zero_params_acquire_all(&mlp->zero, &params));
+    ZERO_TRY(zero_world_wait(world, mlp->stream));
+    ZERO_TRY(params_digest(mine, &mlp->layout, params, mlp->width, mlp->stream));
+    ParamsDigest* all = (ParamsDigest*)calloc((size_t)world->ranks, sizeof(ParamsDigest));
+    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
+    result = zero_world_gather(world, mine, sizeof(*mine), all);
+    for (int r = 1; r < world->ranks && result.code == ZERO_OK; r++)
+        if (all[r].hash != all[0].hash)
+            result = zero_error(ZERO_ERROR_NCCL, "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
+                                (unsigned long long)all[0].hash, (unsigned long long)all[r].hash, r);
+    free(all);
+    return result;
+}
+
+static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDigest* digest, const ZeroReport* last) {
+    printf("peak memory, MB: parameters %.1f | gradients %.1f | before the update %.1f | after the update %.1f\n",
+           1e-6 * (double)peaks->params, 1e-6 * (double)peaks->grads, 1e-6 * (double)peaks->before_update,
+           1e-6 * (double)peaks->after_update);
+    printf("optimizer state, MB per rank: %.3f (stage %lld, %d ranks)\n",
+           1e-6 * (double)mlp->memory.held_bytes[ZERO_MEMORY_STATE], mlp->options->stage, mlp->world->ranks);
+    if (last->skipped) printf("skipped steps: %llu\n", (unsigned long long)last->skipped);
+    printf("params sum is: %.10f\n", digest->sum);
+    printf("params hash: %016llx (the same on %d rank%s)\n", (unsigned long long)digest->hash, mlp->world->ranks,
+           mlp->world->ranks == 1 ? "" : "s");
+}
+
+static void print_header(const Mlp* mlp) {
+    const Options* o = mlp->options;
+    printf("train_mlp: %d x Linear(%zu, %zu), %zu parameters, %s%s, %s, stage %lld, %d ranks, batch %lld x %d micro-steps, "
+           "%d buckets\n", mlp->layers, mlp->width, mlp->width, zero_model_count(&mlp->layout), zero_dtype_name(mlp->dtype),
+           mlp->dtype == ZERO_BF16 ? (o->masters ? " with fp32 masters" : " with stochastic rounding") : "",
+           o->algorithm == ZERO_ADAMW ? "AdamW" : o->algorithm == ZERO_ADAM ? "Adam" : "SGD", o->stage, mlp->world->ranks,
+           o->batch, mlp->micros, mlp->layout.buckets_count);
+    if (mlp->dtype == ZERO_BF16 && mlp->micros > 1)
+        printf("warning: gradients of %d micro-steps add up in bf16 (8 bits): small ones are lost beside large sums\n",
+               mlp->micros);
+}
+
+// Everything between start-up and end; every rank calls it with the same options. What every rank can see returns on
+// every rank alike; *fatal tells that the ranks are out of step (a collective failed) and must be ended together.
+static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
+    Mlp mlp;
+    Report report;
+    PeakBytes peaks;
+    ParamsDigest digest;
+    ZeroReport last;
+    memset(&last, 0, sizeof(last));
+    *fatal = 0;
+    ZeroResult result = report_open(&report, o, world->rank == 0);
+    if (result.code == ZERO_OK) result = mlp_create(&mlp, o, world, &peaks);
+    else memset(&mlp, 0, sizeof(mlp));
+    result = zero_world_agree(world, result);
+    if (result.code == ZERO_OK) {
+        if (world->rank == 0) print_header(&mlp);
+        result = train_steps(&mlp, &report, &peaks, &last);
+        if (result.code == ZERO_OK) result = compare_ranks(&mlp, &digest);
+        *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA || result.code == ZERO_ERROR_SYSTEM;
+        if (*fatal) return result; // a stream may wait for a peer for ever: nothing is freed
+        if (result.code == ZERO_OK && world->rank == 0) {
+            print_result(&mlp, &peaks, &digest, &last);
+            result = report_close(&report, world->ranks, last.skipped, &digest, &peaks.params,
+                                  mlp.memory.held_bytes[ZERO_MEMORY_STATE]);
+        }
+        result = zero_world_agree(world, result);
+    }
+    mlp_free(&mlp);
+    return result;
+}
+
+// --plan: what each rank would hold, for stages and numbers of ranks.
+static ZeroResult print_plan(const Options* given, int ranks_now) {
+    Options o = *given;
+    ZeroWorld world;
+    Mlp mlp;
+    char(*names)[24] = (char(*)[24])calloc(2 * (size_t)o.layers, sizeof(names[0]));
+    if (!names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o.layers);
+    memset(&world, 0, sizeof(world));
+    memset(&mlp, 0, sizeof(mlp));
+    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; activations with -b %lld are extra\n", o.layers, o.width,
+           o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch);
+    printf("%5s %6s %12s %12s %12s %12s %12s\n", "stage", "ranks", "params", "gradients", "state", "scratch", "total");
+    ZeroResult result = zero_ok();
+    for (int stage = 0; stage <= 1; stage++)
+        for (int ranks = 1; ranks <= 1024 && result.code == ZERO_OK; ranks *= 2) {
+            ZeroPlan plan;
+            o.stage = stage;
+            mlp.options = &o;
+            result = mlp_layout(&mlp.layout, &o, ranks, names);
+            if (result.code == ZERO_OK) result = mlp_plan(&mlp, 0, &plan);
+            if (result.code == ZERO_OK)
+                printf("%5d %6d %12.3f %12.3f %12.3f %12.3f %12.3f%s\n", stage, ranks, 1e-6 * (double)plan.params_bytes,
+                       1e-6 * (double)plan.grads_bytes, 1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes,
+                       1e-6 * (double)zero_plan_total(&plan), stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
+            zero_layout_free(&mlp.layout);
+        }
+    free(names);
+    return result;
+}
+
+// ----------------------------------------------------------------------------- main
+
+#ifndef TRAIN_MLP_NO_MAIN
+
+// What start-up must know before the ranks can talk: only the -p flags. A flag without a value is found later.
+static ZeroWorldConfig world_config(const Options* o) {
+    ZeroWorldConfig config;
+    memset(&config, 0, sizeof(config));
+    config.method = o->start_method;
+    config.fs_path = o->start_path;
+    config.ranks = (int)o->start_ranks;
+    config.rank = (int)o->start_rank;
+    config.gpus_per_node = (int)o->gpus_per_node;
+    return config;
+}
+
+int main(int argc, char** argv) {
+    Options options;
+    ZeroWorld world;
+    int fatal = 0;
+    ZeroResult parsed = options_parse(&options, argc, argv);
+    ZeroWorldConfig config = world_config(&options);
+    ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
+    if (result.code != ZERO_OK) {
+        fprintf(stderr, "train_mlp: %s\n", parsed.code != ZERO_OK ? parsed.text : result.text);
+        zero_world_abort(&world, 1);
+        return 1;
+    }
+    if (parsed.code == ZERO_OK && !options.help) parsed = options_check(&options, world.ranks);
+    result = zero_world_agree(&world, parsed);
+    if (result.code == ZERO_OK && options.help) {
+        if (world.rank == 0) options_help(stdout);
+    } else if (result.code == ZERO_OK && options.plan) {
+        if (world.rank == 0) result = print_plan(&options, world.ranks);
+        result = zero_world_agree(&world, result);
+    } else {
+        if (result.code == ZERO_OK) result = zero_world_device(&world);
+        if (result.code == ZERO_OK) result = train(&world, &options, &fatal);
+    }
+    fflush(stdout);
+    if (fatal) {
+        fprintf(stderr, "train_mlp: rank %d: %s\n", world.rank, result.text);
+        zero_world_abort(&world, 1);
+        _exit(1); // hard: a stream may wait for a peer that is gone
+    }
+    if (result.code != ZERO_OK && world.rank == 0) fprintf(stderr, "train_mlp: %s\n", result.text);
+    zero_world_finish(&world);
+    return result.code != ZERO_OK;
+}
+
+#endif
