@@ -27,6 +27,7 @@ typedef enum ZeroCode {
     ZERO_ERROR_NCCL,     /* NCCL refused a call, or a peer is gone */
     ZERO_ERROR_ORDER,    /* calls of one step came in an order that cannot work */
     ZERO_ERROR_SKIPS,    /* too many steps in a row had gradients that were not finite */
+    ZERO_ERROR_REPLICAS, /* parameters differ between ranks */
     ZERO_ERROR_SYSTEM    /* a file, a socket, MPI */
 } ZeroCode;
 

@@ -1,0 +1,289 @@
+"""llmc_zero/world.cuh on real ranks: under mpirun and as plain processes that meet in a folder."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import TOP, run
+import launch
+
+PROGRAM = TOP / "build" / "test" / "world_program"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program():
+    """Built by the same rule as the unit tests, but it is not one."""
+    subprocess.run(["make", str(PROGRAM.relative_to(TOP))], cwd=TOP, check=True, stdout=subprocess.DEVNULL)
+
+
+def program_args(method, folder, ranks, rank, action, timeout=20, gpus=0):
+    return [PROGRAM, method, folder, ranks, rank, timeout, gpus, *action.split()]
+
+
+def mpi_run(ranks, action, **options):
+    if "ZERO_USE_MPI" not in (TOP / "build" / "flags").read_text():
+        pytest.skip("built without MPI")
+    return run(program_args("mpi", "-", 0, 0, action), ranks=ranks, **options)
+
+
+class Rank:
+    """One process of a folder run. Each has a NCCL_HOSTID of its own, so that they may share one GPU."""
+
+    def __init__(self, folder, ranks, rank, action, timeout=20, gpus=0, method="fs", **env):
+        args = [str(arg) for arg in program_args(method, folder, ranks, rank, action, timeout, gpus)]
+        env = {"NCCL_HOSTID": f"test{rank}", "NCCL_SOCKET_IFNAME": "lo", "SLURM_JOB_ID": None,
+               "CUDA_CPU_TIMEOUT": "30", **env}
+        env = launch.environment(env)
+        self.process = subprocess.Popen(args, env=env, text=True, stdin=subprocess.DEVNULL,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def wait_for_line(self):
+        """Until the program says on stderr that it is running."""
+        for line in self.process.stderr:
+            if line.startswith("running"):
+                return
+
+    def end(self, timeout=30):
+        """Exit code, output and errors."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            pytest.fail(f"no end after {timeout} s: {self.process.args}\n{out}\n{err}")
+        return self.process.returncode, out, err.strip()
+
+
+def folder_run(folder, ranks, action, timeout=20, gpus=0, **env):
+    """All ranks of one run, the last first: [(code, out, err), ...] in rank order."""
+    started = [Rank(folder, ranks, rank, action, timeout, gpus, **env) for rank in reversed(range(ranks))]
+    return [rank.end() for rank in reversed(started)]
+
+
+def kill_running(ranks):
+    assert [rank.process.poll() for rank in ranks] == [None] * len(ranks)
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.end()
+
+
+def lines(out):
+    return sorted(re.findall(r"^rank \d+ of \d+ local \d+ of \d+", out, re.M))
+
+
+def expected(ranks):
+    return [f"rank {r} of {ranks} local {r} of {ranks}" for r in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_mpi_ranks(ranks):
+    assert lines(mpi_run(ranks, "ids").out) == expected(ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("locks", [True, False])
+def test_folder_ranks(ranks, locks, tmp_path):
+    """Also LC21: these programs are built with MPI, never start it, and end with 0."""
+    ended = folder_run(tmp_path, ranks, "ids", **({} if locks else {"WORLD_NO_LOCKS": "1"}))
+    assert [code for code, _, _ in ended] == [0] * ranks, ended
+    assert lines("".join(out for _, out, _ in ended)) == expected(ranks)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tcp_is_refused_by_name():
+    code, _, err = Rank("-", 2, 0, "ids", method="tcp").end()
+    assert code == 1 and err == "start-up by tcp: not in this version; use mpi or fs"
+
+
+def test_mpi_started_by_the_caller_stays():
+    mpi_run(2, "caller")
+
+
+@pytest.mark.parametrize("who, text", [("1", "rank 1: trouble of rank 1"), ("0", "rank 0: trouble of rank 0"),
+                                       ("12", "rank 1: trouble of rank 1"), ("=", "all alike")])
+def test_agree(who, text, tmp_path):
+    """Every rank ends with 1 and says the same line."""
+    for code, _, err in folder_run(tmp_path, 3, "fail " + who):
+        assert (code, err) == (1, text)
+    assert os.listdir(tmp_path) == []
+    result = mpi_run(3, "fail " + who, check=False)
+    assert result.code != 0 and result.err.splitlines().count(text) == 3
+
+
+def test_abort(tmp_path):
+    """LC22: one rank leaves with an error; the others do not wait."""
+    start = time.monotonic()
+    ended = folder_run(tmp_path, 3, "abort 1")
+    assert [code for code, _, _ in ended] == [3, 3, 3]
+    assert ended[1][2] == "leaving on purpose"
+    for rank in (0, 2):
+        assert re.fullmatch(r"rank \d ended the run with code 3", ended[rank][2]), ended
+    result = mpi_run(3, "abort 1", check=False)
+    assert result.code != 0 and "leaving on purpose" in result.err
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_kill_and_start_again(victim, tmp_path):
+    """J1 and H3: kill -9 of one rank ends the other; the folder is good for the next run at once."""
+    ranks = [Rank(tmp_path, 2, rank, "gather") for rank in (1, 0)][::-1]
+    ranks[1].wait_for_line()
+    ranks[victim].process.send_signal(signal.SIGKILL)
+    again = [Rank(tmp_path, 2, rank, "ids") for rank in (1, 0)]
+    code, _, err = ranks[1 - victim].end(10)
+    assert code == 3 and f"rank {victim} has died" in err
+    for rank in again:
+        assert rank.end()[0] == 0
+    ranks[victim].end()
+    assert os.listdir(tmp_path) == []
+
+
+def test_kill_both_and_start_again(tmp_path):
+    for ranks in (3, 2):
+        running = [Rank(tmp_path, ranks, rank, "gather") for rank in range(ranks)]
+        running[0].wait_for_line()
+        for rank in running:
+            rank.process.kill()
+        ended = folder_run(tmp_path, 2, "ids")
+        assert [code for code, _, _ in ended] == [0, 0], ended
+        for rank in running:
+            rank.end()
+    assert [name for name in os.listdir(tmp_path) if "hello.2" not in name] == []
+
+
+def test_killed_without_locks(tmp_path):
+    """Without locks the time limit ends it."""
+    ranks = [Rank(tmp_path, 2, rank, "gather", timeout=2, WORLD_NO_LOCKS="1") for rank in (0, 1)]
+    ranks[0].wait_for_line()
+    ranks[1].process.kill()
+    code, _, err = ranks[0].end(10)
+    assert code == 3 and "no word from rank 1 within 2 s" in err
+    ranks[1].end()
+    ended = folder_run(tmp_path, 2, "ids", WORLD_NO_LOCKS="1")
+    assert [code for code, _, _ in ended] == [0, 0], ended
+
+
+def test_runs_one_after_another(tmp_path):
+    """The next run starts while the last one's other ranks may still be leaving."""
+    late = []
+    for _ in range(8):
+        ranks = [Rank(tmp_path, 3, rank, "ids") for rank in range(3)]
+        assert ranks[0].end()[0] == 0
+        late += ranks[1:]
+    assert [rank.end()[0] for rank in late] == [0] * 16
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_jobs_in_one_folder(tmp_path):
+    """Job a runs all the time while job b starts, works and ends."""
+    a = [Rank(tmp_path, 2, rank, "gather", LLMC_ZERO_JOB="a") for rank in (0, 1)]
+    a[0].wait_for_line()
+    b = folder_run(tmp_path, 2, "ids", LLMC_ZERO_JOB="b", timeout=5)
+    assert [code for code, _, _ in b] == [0, 0], b
+    kill_running(a)
+    assert [name for name in os.listdir(tmp_path) if ".b." in name] == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_running_rank_keeps_its_place(rank, tmp_path):
+    running = [Rank(tmp_path, 2, r, "gather") for r in (0, 1)]
+    running[0].wait_for_line()
+    code, _, err = Rank(tmp_path, 2, rank, "ids", timeout=2).end(5)
+    assert code == 1 and f"rank {rank} is taken by process {running[rank].process.pid} on host" in err
+    time.sleep(0.2)
+    kill_running(running)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_same_rank_twice(locks, tmp_path):
+    env = {} if locks else {"WORLD_NO_LOCKS": "1"}
+    ended = [rank.end(10) for rank in [Rank(tmp_path, 2, 1, "ids", timeout=2, **env) for _ in range(2)]]
+    assert [code for code, _, _ in ended] == [1, 1]
+    assert all(err.count("\n") == 0 and err for _, _, err in ended)
+    assert any("same rank twice" in err for _, _, err in ended)
+
+
+@pytest.mark.parametrize("args, text", [
+    ((2, 2), "rank 2 of 2 ranks: it must be 0 to 1"), ((0, 0), "0 ranks"), ((2, -1), "rank -1 of 2 ranks"),
+    ((2, 0), "missing: rank 1")])
+def test_bad_start(args, text, tmp_path):
+    code, _, err = Rank(tmp_path, *args, "ids", timeout=0.5).end(5)
+    assert code == 1 and text in err and "\n" not in err
+
+
+@pytest.mark.parametrize("folder, text", [
+    ("/nonexistent", "No such file or directory"), ("/" + "x" * 300, "File name too long"),
+    ("/" + "x" * 5000, "has 5001 characters")])
+def test_bad_folder(folder, text):
+    """LC32 among them."""
+    for code, _, err in folder_run(folder, 2, "ids", timeout=2):
+        assert code == 1 and text in err and "\n" not in err
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_device(ranks, tmp_path):
+    ended = folder_run(tmp_path, ranks, "device")
+    assert [code for code, _, _ in ended] == [0] * ranks, ended
+    assert all("device -1" not in out for _, out, _ in ended)
+
+
+@pytest.mark.parametrize("visible, text", [("0", "2 ranks on host .*, 1 visible GPU:"),
+                                           ("", "2 ranks on host .*, 0 visible GPUs: "),
+                                           ("3000", "2 ranks on host .*, 0 visible GPUs: ")])
+def test_more_ranks_than_gpus(visible, text, tmp_path):
+    """H2: the same line on all ranks, before NCCL."""
+    env = {"CUDA_VISIBLE_DEVICES": visible, "NCCL_HOSTID": None, "NCCL_MULTI_RANK_GPU_ENABLE": None}
+    for code, _, err in folder_run(tmp_path, 2, "device", **env):
+        assert code == 1 and re.match(text, err) and "\n" not in err
+    assert os.listdir(tmp_path) == []
+    result = mpi_run(2, "device", env=env, check=False)
+    assert result.code != 0 and len(re.findall(text, result.err)) == 2
+
+
+def test_more_gpus_asked_for_than_there_are(tmp_path):
+    """LC20."""
+    for code, _, err in folder_run(tmp_path, 2, "device", gpus=1000):
+        assert code == 1 and "1000 GPUs per node were asked for" in err
+
+
+def test_nccl_error_reaches_all_ranks(tmp_path):
+    """H6: what NCCL says, on every rank."""
+    if "cpu" not in (TOP / "build" / "flags").read_text():
+        pytest.skip("needs CUDA_CPU_FAIL of the CPU build")
+    for code, _, err in folder_run(tmp_path, 2, "device", CUDA_CPU_FAIL="ncclGetUniqueId:1"):
+        assert code == 1 and err.startswith("rank 0: ncclGetUniqueId: ")
+
+
+@pytest.mark.parametrize("action", ["loop", "stuck"])
+def test_kill_during_wait(action, tmp_path):
+    """J1, in a folder: the survivor ends within 10 s, whether or not NCCL sees the dead peer."""
+    ranks = [Rank(tmp_path, 2, rank, action) for rank in (0, 1)]
+    for rank in ranks:
+        rank.wait_for_line()
+    ranks[1].process.kill()
+    code, _, err = ranks[0].end(10)
+    assert code not in (0, None) and err
+    assert action == "loop" or err == "rank 1 has died or left without a word"
+    ranks[1].end()
+
+
+def test_wait_ends_at_the_time_limit(tmp_path):
+    (code, _, err), = folder_run(tmp_path, 1, "stuck", timeout=1)
+    assert code == 3 and "a stream is not done after 1 s" in err
+
+
+def test_kill_during_wait_under_mpirun():
+    mpi_run(1, "ids")
+    share_a_gpu = 'NCCL_HOSTID=test$OMPI_COMM_WORLD_RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
+    args = launch.command(2, ["bash", "-c", share_a_gpu, *program_args("mpi", "-", 0, 0, "loop")])
+    process = subprocess.Popen(args, env=launch.environment(), text=True, stdin=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    pid = int(next(line for line in process.stderr if line.startswith("running")).split()[1])
+    os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert process.returncode != 0
