@@ -1,0 +1,122 @@
+# Makefile - `make help` lists what it can do.
+#
+# One set of sources, two devices. DEVICE=cuda compiles with the real nvcc for the GPU in this machine;
+# DEVICE=cpu compiles the same files with dev/cpu/nvcc, which takes nvcc's arguments and makes a program for
+# the processor. Without DEVICE the Makefile takes cuda if there are a GPU and nvcc, else cpu.
+# MPI is used if mpicc is found; NO_MPI=1 builds without it (start the ranks with -pi fs then).
+
+CUDA_HOME ?= /usr/local/cuda
+REAL_NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(wildcard $(CUDA_HOME)/bin/nvcc))
+HAS_GPU   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+DEVICE    ?= $(if $(REAL_NVCC),$(if $(filter-out 0,$(HAS_GPU)),cuda,cpu),cpu)
+JOBS      ?= 2
+export DEVICE
+
+ifeq ($(DEVICE),cuda)
+  NVCC ?= $(or $(REAL_NVCC),nvcc)
+  CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+  CAPABILITY := $(subst .,,$(CAPABILITY))
+  ARCH ?= $(if $(CAPABILITY),sm_$(CAPABILITY),native)
+  DEVICE_FLAGS = -arch=$(ARCH)
+else ifeq ($(DEVICE),cpu)
+  NVCC ?= dev/cpu/nvcc
+  DEVICE_DEPENDS := $(wildcard dev/cpu/*)
+else
+  $(error DEVICE=$(DEVICE): cuda or cpu)
+endif
+
+# MPI, as mpicc would compile and link it, in words that nvcc takes. mpicc may be the one in .venv.
+ifndef NO_MPI
+  MPICC ?= $(or $(shell command -v mpicc 2>/dev/null),$(wildcard .venv/bin/mpicc))
+  MPI_LINK := $(if $(MPICC),$(shell $(MPICC) -showme:link 2>/dev/null))
+  ifneq ($(MPI_LINK),)
+    MPI_FLAGS := -DZERO_USE_MPI -DOMPI_SKIP_MPICXX $(subst -pthread,,$(shell $(MPICC) -showme:compile))
+    MPI_LIBS  := $(subst -pthread,,$(subst -Wl$(shell echo ,),-Xlinker ,$(MPI_LINK)))
+  endif
+endif
+
+# OpenBLAS where dev/deps.sh had to fetch it from PyPI: gcc and ld read these variables by themselves.
+ifneq ($(wildcard .venv/include/cblas.h),)
+  export CPATH := $(CURDIR)/.venv/include$(addprefix :,$(CPATH))
+  export LIBRARY_PATH := $(CURDIR)/.venv/lib$(addprefix :,$(LIBRARY_PATH))
+  export LD_RUN_PATH := $(CURDIR)/.venv/lib
+endif
+
+# NCCL from elsewhere (a folder with include/ and lib/), for example from a Python package.
+ifdef NCCL_HOME
+  NCCL_FLAGS := -I$(NCCL_HOME)/include
+  NCCL_LIBS  := -L$(NCCL_HOME)/lib -Xlinker -rpath,$(NCCL_HOME)/lib
+endif
+
+WARNINGS = -Xcompiler -Wall,-Wextra
+FLAGS    = -O3 -std=c++17 -I. $(WARNINGS) $(DEVICE_FLAGS) $(MPI_FLAGS) $(NCCL_FLAGS)
+LIBS     = $(NCCL_LIBS) -lcublasLt -lnccl $(MPI_LIBS)
+HEADERS := $(wildcard llmc_zero/*.cuh dev/mlp/* test/*.h)
+
+# Unit tests: each test/test_*.cu is a program; test_cpu_*.cu tests dev/cpu itself and has no CUDA build.
+# test/*_program.cu are programs that the pytest files start on several ranks.
+# FAST_UNITS are built a second time with --use_fast_math, as NAME_fast: the formulas must not change.
+UNIT_FILES := $(wildcard test/test_*.cu)
+ifeq ($(DEVICE),cuda)
+  UNIT_FILES := $(filter-out test/test_cpu_%,$(UNIT_FILES))
+endif
+FAST_UNITS := $(filter test_adamw test_grad_norm,$(UNIT_FILES:test/%.cu=%))
+PROGRAMS   := $(patsubst test/%.cu,build/test/%,$(wildcard test/*_program.cu))
+UNITS      := $(UNIT_FILES:test/%.cu=build/test/%) $(FAST_UNITS:%=build/test/%_fast)
+
+.PHONY: help demo test test-all units cuda-check bench clean FORCE
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@echo "device: $(DEVICE)   compiler: $(NVCC)   MPI: $(if $(MPI_FLAGS),$(MPICC),no)"
+	@awk -F ':.*## ' '/^[a-z_-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@echo "  DEVICE=cuda|cpu overrides what was found, NO_MPI=1 builds without MPI, JOBS=n compiles n at a time"
+
+train_mlp: train_mlp.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags ## build the example trainer
+	$(NVCC) $(FLAGS) --use_fast_math $< -o $@ $(LIBS)
+
+demo: ## install what is missing, run the recipe with sharding off and on, print its table
+	dev/deps.sh demo
+	$(MAKE) train_mlp
+	.venv/bin/python dev/demo.py
+
+test: ## install what is missing, run everything this machine can run
+	dev/deps.sh test
+	$(MAKE) -j$(JOBS) train_mlp units
+	.venv/bin/python -m pytest -q test
+
+test-all: ## the same with the slow tests too
+	RUN_ALL=1 $(MAKE) test
+
+units: $(UNITS) $(PROGRAMS) ## build the unit tests, build/test/*
+
+# gtest_main is linked always: a main() in the test file itself comes before it.
+build/test/%: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
+	@mkdir -p build/test
+	$(NVCC) $(FLAGS) $< -o $@ $(LIBS) -lgtest_main -lgtest
+
+build/test/%_program: test/%_program.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
+	@mkdir -p build/test
+	$(NVCC) $(FLAGS) $< -o $@ $(LIBS)
+
+build/test/%_fast: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
+	@mkdir -p build/test
+	$(NVCC) $(FLAGS) --use_fast_math $< -o $@ $(LIBS) -lgtest_main -lgtest
+
+cuda-check: ## compile and link every CUDA target for sm_80, 90 and 100; needs nvcc, no GPU
+	dev/cuda_check.sh
+
+bench: ## update and norm kernels beside a plain copy and a plain read, in one run
+	dev/gpu_check.sh --bench-only
+
+build/gpu_check/bandwidth: dev/gpu_check.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
+	@mkdir -p build/gpu_check
+	$(NVCC) $(FLAGS) $< -o $@
+
+# Changes when the compiler or its flags do, so that nothing stays from another device.
+build/flags: FORCE
+	@mkdir -p build
+	@echo '$(NVCC) $(FLAGS) $(LIBS)' | cmp -s - $@ || echo '$(NVCC) $(FLAGS) $(LIBS)' >$@
+
+clean: ## remove what was built (.venv stays)
+	rm -rf build train_mlp
