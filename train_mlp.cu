@@ -57,7 +57,8 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
     if (o->bucket_mb > 0.0 && config.bucket_bytes == 0) config.bucket_bytes = 1;
     ZeroResult result = zero_layout(layout, segments, 2 * (int)o->layers, &config);
     free(segments);
-    return result;
+    if (result.code == ZERO_OK) return result;
+    return zero_error(result.code, "-L %lld -C %lld -K %g: %s", o->layers, o->width, o->bucket_mb, result.text);
 }
 
 static size_t data_sets(const Mlp* mlp) { return mlp->options->data == DATA_SPLIT ? 1 : (size_t)mlp->micros; }
@@ -315,7 +316,7 @@ static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* mine) {
     result = zero_world_gather(world, mine, sizeof(*mine), all);
     for (int r = 1; r < world->ranks && result.code == ZERO_OK; r++)
         if (all[r].hash != all[0].hash)
-            result = zero_error(ZERO_ERROR_NCCL, "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
+            result = zero_error(ZERO_ERROR_REPLICAS, "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
                                 (unsigned long long)all[0].hash, (unsigned long long)all[r].hash, r);
     free(all);
     return result;

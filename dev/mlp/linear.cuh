@@ -10,7 +10,7 @@
 
 #include "loss.cuh"
 
-#define WORKSPACE_BYTES ((size_t)3800 * 1024)
+#define WORKSPACE_BYTES ((size_t)2 << 20)
 
 #define TRY_CUBLAS(call)                                                                                     \
     do {                                                                                                     \

@@ -1,0 +1,160 @@
+"""The command line of train_mlp: bad input ends on all ranks in one line that names flag, value and range; never a hang,
+never a crash."""
+
+import itertools
+import json
+import os
+import re
+import stat
+
+import pytest
+from conftest import TOP, run
+
+TINY = "-L 2 -C 8 -b 2".split()
+
+BAD = {  # arguments: words of the message
+    "-Q 1": ["-Q", "unknown flag"],
+    "--nonsense": ["--nonsense", "unknown flag"],
+    "-b": ["-b", "missing"],
+    "-b 0": ["-b 0", "1 to"],
+    "-b -3": ["-b -3", "1 to"],
+    "-b many": ["-b many", "whole number"],
+    "-b 2.5": ["-b 2.5", "whole number"],
+    "-b 99999999999999999999": ["-b 99999999999999999999", "1 to"],
+    "-b 4x": ["-b 4x"],
+    "-L 0": ["-L 0"],
+    "-C 0": ["-C 0"],
+    "-C -1": ["-C -1"],
+    "-x 0": ["-x 0"],
+    "-x nan": ["-x nan"],
+    "-l fast": ["-l fast", "number"],
+    "-l -1": ["-l -1", "0 to"],
+    "-l nan": ["-l nan"],
+    "-l inf": ["-l inf"],
+    "-c -0.1": ["-c -0.1"],
+    "-G -1": ["-G -1"],
+    "-B1 1": ["-B1 1"],
+    "-B2 1.5": ["-B2 1.5"],
+    "-E 0": ["-E 0"],
+    "-M 2": ["-M 2"],
+    "-w 2": ["-w 2", "0 to 1"],
+    "-O 2": ["-O 2", "0 to 1"],
+    "-P fp16": ["-P fp16", "fp32|bf16"],
+    "-U lion": ["-U lion", "adamw|adam|sgd"],
+    "-I mine": ["-I mine", "recipe|own|split"],
+    "-K big": ["-K big", "unit"],
+    "-K -1": ["-K -1"],
+    "-K 1e-7 -C 2000": ["-K 1e-07", "65536 buckets"],
+    "-d 3": ["-d 3", "multiple"],
+    "-d 0": ["-d 0"],
+    "-z 4": ["-z 4", "0 to 3"],
+    "-z 2": ["-z 2", "not in this version"],
+    "-z 3": ["-z 3", "not in this version"],
+    "-R ordered": ["-R ordered", "not in this version"],
+    "-R allreduce -z 1": ["-R allreduce", "-z 1"],
+    "-A micro": ["-A micro", "not in this version"],
+    "-pi tcp": ["-pi tcp", "not in this version"],
+    "-pi smoke": ["-pi smoke"],
+    "-n 5": ["-n 5", "not in this version"],
+    "-nk 3": ["-nk 3", "not in this version"],
+    "-y 1": ["-y 1", "not in this version"],
+    "-T trace.json": ["-T trace.json", "not in this version"],
+    "-H 2": ["-H 2", "not in this version"],
+    "-S -1": ["-S -1"],
+    "-S 4294967296": ["-S 4294967296"],
+    "-C 1000000 -L 1000": ["-C 1000000", "-L 1000", "MB"],
+    "-C 100000": ["-C 100000", "MB"],
+    "-b 100000000 -C 1000": ["-b 100000000", "MB"],
+    "-o /proc/nowhere": ["-o /proc/nowhere"],
+    "-o /dev/null/x": ["-o /dev/null/x"],
+}
+
+
+def check_refused(result, words):
+    assert result.code != 0
+    assert result.seconds < 10
+    ours = [line for line in result.err.splitlines() if line.startswith("train_mlp")]
+    assert len(ours) == 1, result.err
+    for word in words:
+        assert word in ours[0], ours[0]
+    assert "step 1" not in result.out
+
+
+@pytest.mark.parametrize("arguments", BAD)
+def test_bad_input_is_one_line(arguments):
+    small = [] if "-C" in arguments.split() else TINY
+    check_refused(run(["./train_mlp"] + small + arguments.split(), ranks=2, check=False), BAD[arguments])
+
+
+def test_long_paths():
+    for length in (300, 5000):
+        result = run(["./train_mlp"] + TINY + ["-o", "/tmp/" + "x" * length], ranks=1, check=False)
+        check_refused(result, ["-o /tmp/xxx"])
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    if os.geteuid() == 0:
+        (tmp_path / "file").write_text("")
+        target = tmp_path / "file" / "out"  # root may write anywhere, but not below a file
+    else:
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+        target = tmp_path / "out"
+    check_refused(run(["./train_mlp"] + TINY + ["-o", str(target)], ranks=2, check=False), ["-o ", "out"])
+
+
+def test_a_full_disk_is_noticed(tmp_path):
+    os.symlink("/dev/full", tmp_path / "main.log")
+    result = run(["./train_mlp"] + TINY + ["-o", str(tmp_path)], ranks=2, check=False)
+    assert result.code != 0 and "main.log" in result.err and "No space left" in result.err
+
+
+def test_help_names_every_flag_of_the_design():
+    out = run(["./train_mlp", "--help"], ranks=2).out
+    for flag in "-b -d -x -l -c -w -z -o -n -nk -y -pi -ps -pf -pn -pr -pg -L -C -P -U -B1 -B2 -E -M -G -S -K -R -A -O -I -T -H --plan".split():
+        assert re.search(rf"^ +{re.escape(flag)} ", out, re.M), flag
+    assert out.count("usage:") == 1
+
+
+def test_plan_stops_before_training():
+    out = run(["./train_mlp", "--plan"], ranks=2).out
+    assert "this run" in out and "step 1" not in out
+    rows = [line.split() for line in out.splitlines() if re.match(r" +[01] ", line)]
+    assert [int(row[1]) for row in rows[:11]] == [2**k for k in range(11)]
+    state = {(int(row[0]), int(row[1])): float(row[4]) for row in rows}
+    assert abs(state[1, 2] / state[0, 2] - 0.5) < 1e-3 and abs(state[1, 64] / state[0, 64] - 1 / 64) < 1e-3
+
+
+def test_the_last_of_a_repeated_flag_wins(tmp_path):
+    run(["./train_mlp"] + TINY + ["-x", "7", "-x", "2", "-o", str(tmp_path)], ranks=1)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+
+
+def test_nothing_is_written_without_o(tmp_path):
+    run([str(TOP / "train_mlp")] + TINY, ranks=2, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_summary_and_log_have_the_fields_of_the_design(tmp_path):
+    run(["./train_mlp"] + TINY + ["-x", "3", "-o", str(tmp_path / "a" / "b")], ranks=2)
+    summary = json.loads((tmp_path / "a/b/summary.json").read_text())
+    assert set(summary) == set("ranks stage steps skipped loss norm params_sum params_hash peak_mb optimizer_state_mb "
+                               "step_ms exposed_ms".split())
+    assert len(summary["peak_mb"]) == 4 and re.fullmatch(r"[0-9a-f]{16}", summary["params_hash"])
+    lines = (tmp_path / "a/b/main.log").read_text().splitlines()
+    assert [re.fullmatch(r"s:(\d) trl:\S+ lr:0\.01 norm:\S+", line).group(1) for line in lines] == ["1", "2", "3"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["main.log", "summary.json"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_combination_of_types_optimizers_reductions_and_stages(ranks, tmp_path):
+    """Each works, or is refused in one line naming a flag."""
+    from train_lines import run_lines
+    combinations = list(itertools.product(("fp32", "bf16"), "01", ("adam", "adamw", "sgd"), ("nccl", "ordered", "allreduce"),
+                                          "0123"))
+    lines = [f"-L 2 -C 8 -b 2 -P {p} -w {w} -U {u} -R {r} -z {z}" for p, w, u, r, z in combinations]
+    outcomes, _ = run_lines(lines, ranks, tmp_path)
+    for (p, w, u, r, z), line, outcome in zip(combinations, lines, outcomes):
+        works = z in "01" and (r == "nccl" or (r == "allreduce" and z == "0"))
+        assert (outcome.error is None) == works, f"{line}: {outcome.error}"
+        if not works:
+            assert re.match(r"-[zR] ", outcome.error) and ("not in this version" in outcome.error or "-z 0 only" in outcome.error)

@@ -1,0 +1,515 @@
+/* test/test_optimizer.cu - ZeroOptimizer on real ranks: mpirun -np N build/test/test_optimizer. Exact inputs: SGD with
+   lr 1 and gradients that are small integers, so that every expected number is exact. */
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../llmc_zero/llmc_zero.cuh"
+#include "../llmc_zero/world.cuh"
+
+static ZeroWorld world;
+
+#define OK(call)                                                        \
+    do {                                                                \
+        ZeroResult ok_result = (call);                                  \
+        ASSERT_EQ(ok_result.code, ZERO_OK) << #call << ": " << ok_result.text; \
+    } while (0)
+
+// Segments of the given lengths, two to a unit; a model that may have fewer elements than ranks.
+struct Model {
+    ZeroLayout layout = {};
+    ZeroOptimizer z = {};
+    ZeroMemory memory = zero_memory();
+    cudaStream_t stream = NULL;
+    ZeroResult result;
+
+    Model(const ZeroConfig& config, ZeroDtype dtype, std::vector<size_t> counts, size_t bucket_bytes, int units_apart) {
+        std::vector<ZeroSegment> segments;
+        ZeroLayoutConfig layout_config = zero_layout_config(world.ranks, dtype);
+        for (size_t s = 0; s < counts.size(); s++) segments.push_back(zero_segment("tensor", counts[s], (int)(s / 2)));
+        layout_config.bucket_bytes = bucket_bytes;
+        layout_config.units_apart = units_apart;
+        result = zero_layout(&layout, segments.data(), (int)segments.size(), &layout_config);
+        if (result.code == ZERO_OK) result = create(config);
+    }
+    ZeroResult create(const ZeroConfig& config) {
+        ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        ZERO_TRY(zero_init(&z, &config, &layout, world.rank, world.comm, stream, &memory));
+        ZERO_TRY(zero_alloc_params(&z, NULL));
+        ZERO_TRY(zero_alloc_grads(&z, NULL));
+        return zero_alloc_state(&z);
+    }
+    ~Model() {
+        zero_free(&z);
+        zero_layout_free(&layout);
+        if (stream) cudaStreamDestroy(stream);
+    }
+
+    // writes or adds value(model index) to every element of a unit, as a caller's kernel would
+    ZeroResult give(int unit, std::function<float(size_t)> value) {
+        void* grads;
+        int add;
+        ZERO_TRY(zero_grads_acquire(&z, unit, &grads, &add));
+        for (int s = 0; s < layout.segments_count; s++) {
+            const ZeroSegment& segment = layout.segments[s];
+            if (segment.unit != unit || segment.count == 0) continue;
+            char* to = (char*)grads + zero_unit_offset(&layout, s) * zero_dtype_bytes(layout.dtype);
+            std::vector<float> x(segment.count, 0.0f);
+            if (add) ZERO_TRY(read(to, x));
+            for (size_t i = 0; i < segment.count; i++) x[i] += value(segment.model_offset + i);
+            ZERO_TRY(write(to, x));
+        }
+        return zero_grads_ready(&z, unit);
+    }
+    ZeroResult give_all(std::function<float(size_t)> value) {
+        for (int unit = layout.units_count - 1; unit >= 0; unit--) ZERO_TRY(give(unit, value));
+        return zero_ok();
+    }
+    ZeroResult step(std::function<float(size_t)> value, float* norm = NULL, double lr = 1.0) {
+        ZERO_TRY(zero_begin(&z, 0, 1, 1.0));
+        ZERO_TRY(give_all(value));
+        ZERO_TRY(zero_grad_norm(&z, norm));
+        return zero_update(&z, lr);
+    }
+    ZeroResult read(const void* from, std::vector<float>& x) {
+        std::vector<uint16_t> halves(x.size());
+        bool wide = layout.dtype == ZERO_FP32;
+        ZERO_TRY_CUDA(cudaMemcpyAsync(wide ? (void*)x.data() : (void*)halves.data(), from,
+                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyDeviceToHost, stream));
+        ZERO_TRY_CUDA(cudaStreamSynchronize(stream));
+        for (size_t i = 0; i < x.size() && !wide; i++) {
+            uint32_t bits = (uint32_t)halves[i] << 16;
+            memcpy(&x[i], &bits, 4);
+        }
+        return zero_ok();
+    }
+    ZeroResult write(void* to, const std::vector<float>& x) {
+        std::vector<uint16_t> halves(x.size());
+        bool wide = layout.dtype == ZERO_FP32;
+        for (size_t i = 0; i < x.size(); i++) {
+            uint32_t bits;
+            memcpy(&bits, &x[i], 4);
+            halves[i] = (uint16_t)(bits >> 16);
+        }
+        ZERO_TRY_CUDA(cudaMemcpyAsync(to, wide ? (const void*)x.data() : (const void*)halves.data(),
+                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyHostToDevice, stream));
+        ZERO_TRY_CUDA(cudaStreamSynchronize(stream));
+        return zero_ok();
+    }
+    // all params in model order
+    ZeroResult params(std::vector<float>* all) {
+        void* flat;
+        all->clear();
+        ZERO_TRY(zero_params_acquire_all(&z, &flat));
+        for (int s = 0; s < layout.segments_count; s++) {
+            std::vector<float> x(layout.segments[s].count);
+            if (x.empty()) continue;
+            ZERO_TRY(read((char*)flat + layout.segments[s].flat_offset * zero_dtype_bytes(layout.dtype), x));
+            all->insert(all->end(), x.begin(), x.end());
+        }
+        return zero_ok();
+    }
+};
+
+static ZeroConfig sgd(int stage) {
+    ZeroConfig config = zero_config();
+    config.stage = stage;
+    config.algorithm = ZERO_SGD;
+    config.momentum = 0.0;
+    return config;
+}
+
+struct Plan {
+    std::vector<size_t> counts;
+    size_t bucket_bytes;
+    int units_apart;
+};
+static const std::vector<Plan> PLANS = {
+    {{1}, 0, 0}, {{2, 0, 1}, 0, 0}, {{3, 70, 129, 0, 5, 1000}, 0, 0}, {{3, 70, 129, 0, 5, 1000}, 1, 0},
+    {{300, 1, 64, 64, 7}, 0, 1}, {{5000, 33, 4097}, 2048, 1}, {{5000, 33, 4097}, 2048, 0}};
+
+/* Cases A1, A5, C9, C10: each rank's gradient is its own function of the index; every weight moves to minus the mean, on
+   every rank, in every plan. */
+TEST(Optimizer, EveryElementGetsTheMeanOfItsOwnGradients) {
+    for (int stage = 0; stage <= 1; stage++)
+        for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+            for (const Plan& plan : PLANS)
+                for (int overlap = 0; overlap <= 1; overlap++) {
+                    ZeroConfig config = sgd(stage);
+                    std::vector<float> p;
+                    config.overlap = overlap;
+                    Model m(config, dtype, plan.counts, plan.bucket_bytes, plan.units_apart);
+                    OK(m.result);
+                    const float ranks = (float)world.ranks;
+                    OK(m.step([&](size_t i) { return ranks * (float)(i % 8 + 1) + ranks * (float)world.rank; }));
+                    OK(m.params(&p));
+                    ASSERT_EQ(p.size(), zero_model_count(&m.layout));
+                    for (size_t i = 0; i < p.size(); i++) {
+                        float sum_of_ranks = ranks * (ranks - 1) / 2;
+                        ASSERT_EQ(p[i], -(ranks * (float)(i % 8 + 1) + sum_of_ranks)) << "element " << i << " stage " << stage;
+                    }
+                }
+}
+
+/* Cases C2, C3: micro gradients 1, 2, 3, 4 apply 2.5; the next step starts anew. */
+TEST(Optimizer, MicroStepsAddUpOnce) {
+    for (int stage = 0; stage <= 1; stage++) {
+        std::vector<float> p;
+        Model m(sgd(stage), ZERO_FP32, {100, 33, 7}, 256, 0);
+        OK(m.result);
+        for (int step = 1; step <= 3; step++) {
+            for (int micro = 0; micro < 4; micro++) {
+                OK(zero_begin(&m.z, micro, 4, 0.25));
+                OK(m.give_all([&](size_t) { return (float)(micro + 1); }));
+            }
+            OK(zero_update(&m.z, 1.0)); // without a norm before it
+            OK(m.params(&p));
+            for (float x : p) ASSERT_EQ(x, -2.5f * (float)step);
+        }
+    }
+}
+
+/* Cases B1, B2, B5: gradient (3, 4) everywhere reports 5 at any number of ranks, sharded or not; clip halves it. */
+TEST(Optimizer, NormIsGlobalAndTheSameOnAllRanks) {
+    for (int stage = 0; stage <= 1; stage++) {
+        ZeroConfig config = sgd(stage);
+        std::vector<float> p;
+        float norm = 0.0f;
+        config.max_norm = 2.5;
+        Model m(config, ZERO_FP32, {1, 1}, 0, 0);
+        OK(m.result);
+        OK(m.step([](size_t i) { return i == 0 ? 3.0f : 4.0f; }, &norm));
+        EXPECT_EQ(norm, 5.0f);
+        OK(m.params(&p));
+        EXPECT_NEAR(p[0], -1.5f, 1e-5);
+        EXPECT_NEAR(p[1], -2.0f, 1e-5);
+    }
+}
+
+/* Case A7: whatever stands in the padding of gradients never reaches norm or weights. */
+TEST(Optimizer, PaddingIsNeverRead) {
+    for (int stage = 0; stage <= 1; stage++) {
+        std::vector<float> p;
+        float norm = 0.0f;
+        Model m(sgd(stage), ZERO_FP32, {73}, 0, 0);
+        OK(m.result);
+        ASSERT_GT(zero_padded_count(&m.layout), 73u);
+        OK(m.write((float*)m.z.grads + 73, std::vector<float>(zero_padded_count(&m.layout) - 73, NAN)));
+        OK(m.step([](size_t) { return 1.0f; }, &norm));
+        EXPECT_NEAR(norm, std::sqrt(73.0), 1e-6);
+        OK(m.params(&p));
+        for (float x : p) ASSERT_EQ(x, -1.0f);
+    }
+}
+
+/* A caller's own buffers get their gaps zeroed, and may have offsets and units in any order. */
+TEST(Optimizer, FixedOffsetsOfTheCaller) {
+    ZeroSegment segments[4] = {zero_segment("a0", 5, 0), zero_segment("a1", 5, 1), zero_segment("b0", 70, 0), zero_segment("b1", 70, 1)};
+    const size_t offsets[4] = {1, 6, 13, 83}; // tensor-major, not aligned
+    for (int units_apart = 0; units_apart <= 1; units_apart++) {
+        ZeroLayoutConfig layout_config = zero_layout_config(world.ranks, ZERO_FP32);
+        ZeroConfig config = zero_config();
+        std::vector<float> p;
+        for (int s = 0; s < 4; s++) segments[s].flat_offset = offsets[s];
+        layout_config.offsets_given = 1;
+        layout_config.units_apart = units_apart;
+        Model m(sgd(1), ZERO_FP32, {1}, 0, 0);
+        zero_free(&m.z);
+        zero_layout_free(&m.layout);
+        OK(zero_layout(&m.layout, segments, 4, &layout_config));
+        float *params, *grads;
+        const size_t bytes = zero_padded_count(&m.layout) * sizeof(float);
+        ASSERT_EQ(cudaMalloc((void**)&params, bytes), cudaSuccess);
+        ASSERT_EQ(cudaMalloc((void**)&grads, bytes), cudaSuccess);
+        ASSERT_EQ(cudaMemset(params, 0, bytes), cudaSuccess);
+        config = sgd(1);
+        OK(zero_init(&m.z, &config, &m.layout, world.rank, world.comm, m.stream, NULL));
+        OK(zero_alloc_params(&m.z, params));
+        OK(zero_alloc_grads(&m.z, grads));
+        OK(zero_alloc_state(&m.z));
+        std::vector<float> gap(1);
+        OK(m.read(grads + 12, gap)); // between a1 and b0
+        EXPECT_EQ(gap[0], 0.0f);
+        OK(m.step([](size_t i) { return (float)i; }));
+        OK(m.params(&p));
+        for (size_t i = 0; i < p.size(); i++) ASSERT_EQ(p[i], -(float)i);
+        zero_free(&m.z);
+        cudaFree(params);
+        cudaFree(grads);
+    }
+}
+
+/* Cases D1, D2: a poisoned step on one rank is no step at all, on every rank, for every optimizer and type. */
+TEST(Optimizer, APoisonedStepNeverHappened) {
+    const float poisons[] = {NAN, INFINITY, -INFINITY};
+    for (int stage = 0; stage <= 1; stage++)
+        for (int algorithm = ZERO_ADAMW; algorithm <= ZERO_SGD; algorithm++)
+            for (int type = 0; type < 3; type++) {
+                std::vector<float> clean, poisoned;
+                for (int with_poison = 0; with_poison <= 1; with_poison++) {
+                    ZeroConfig config = zero_config();
+                    ZeroReport report;
+                    config.stage = stage;
+                    config.algorithm = (ZeroAlgorithm)algorithm;
+                    config.masters = type == 1;
+                    config.weight_decay = 0.01;
+                    Model m(config, type ? ZERO_BF16 : ZERO_FP32, {50, 3}, 0, 0);
+                    OK(m.result);
+                    for (int step = 1; step <= 4; step++) {
+                        const float poison = poisons[(algorithm + type) % 3];
+                        if (step == 3 && !with_poison) continue;
+                        OK(m.step([&](size_t i) {
+                            return step == 3 && i == 52 && world.rank == world.ranks - 1 ? poison : (float)(i % 5) - 1.0f; }, NULL, 0.125));
+                    }
+                    OK(zero_report(&m.z, &report));
+                    EXPECT_EQ(report.t, 3u);
+                    EXPECT_EQ(report.skipped, (uint64_t)with_poison);
+                    EXPECT_EQ(report.skipped_in_row, 0u);
+                    OK(m.params(with_poison ? &poisoned : &clean));
+                }
+                ASSERT_EQ(memcmp(clean.data(), poisoned.data(), clean.size() * sizeof(float)), 0) << algorithm << " " << type;
+            }
+}
+
+/* Case D3: a run of skips ends with an error, in the same step on all ranks when the norm is asked for. */
+TEST(Optimizer, TooManySkipsAreAnError) {
+    ZeroConfig config = sgd(1);
+    float norm;
+    config.skip_limit = 3;
+    Model m(config, ZERO_FP32, {10}, 0, 0);
+    OK(m.result);
+    for (int step = 1; step <= 2; step++) OK(m.step([](size_t) { return NAN; }, &norm));
+    OK(zero_begin(&m.z, 0, 1, 1.0));
+    OK(m.give_all([](size_t) { return NAN; }));
+    ZeroResult result = zero_grad_norm(&m.z, &norm);
+    EXPECT_EQ(result.code, ZERO_ERROR_SKIPS);
+    EXPECT_NE(std::string(result.text).find("3 steps in a row"), std::string::npos) << result.text;
+}
+
+/* zero_skip drops a good step on all ranks; t does not count it. */
+TEST(Optimizer, TheCallerMayDropAStep) {
+    for (int stage = 0; stage <= 1; stage++) {
+        ZeroReport report;
+        std::vector<float> p;
+        Model m(sgd(stage), ZERO_FP32, {10, 200}, 0, 0);
+        OK(m.result);
+        EXPECT_EQ(zero_skip(&m.z).code, ZERO_ERROR_ORDER);
+        for (int step = 1; step <= 3; step++) {
+            OK(zero_begin(&m.z, 0, 1, 1.0));
+            OK(m.give_all([](size_t) { return 1.0f; }));
+            OK(zero_grad_norm(&m.z, NULL));
+            if (step == 2) OK(zero_skip(&m.z));
+            OK(zero_update(&m.z, 1.0));
+        }
+        OK(zero_report(&m.z, &report));
+        EXPECT_EQ(report.t, 2u);
+        EXPECT_EQ(report.dropped, 1u);
+        EXPECT_EQ(report.skipped, 0u);
+        OK(m.params(&p));
+        for (float x : p) ASSERT_EQ(x, -2.0f);
+    }
+}
+
+/* Case E2: weights written from outside are not undone by old masters. */
+TEST(Optimizer, MastersFollowNewWeights) {
+    for (int stage = 0; stage <= 1; stage++) {
+        ZeroConfig config = sgd(stage);
+        std::vector<float> p;
+        Model m(config, ZERO_BF16, {100}, 0, 0);
+        OK(m.result);
+        OK(m.write((ZeroBf16*)m.z.params + m.layout.segments[0].flat_offset, std::vector<float>(100, 1.5f)));
+        OK(zero_params_changed(&m.z));
+        OK(m.step([](size_t) { return 1.0f; }, NULL, 0.0));
+        OK(m.params(&p));
+        for (float x : p) ASSERT_EQ(x, 1.5f);
+    }
+}
+
+TEST(Optimizer, ThePassengerIsAddedInRankOrder) {
+    ZeroReport report;
+    double mine = 1.0 + world.rank, *device;
+    Model m(sgd(1), ZERO_FP32, {10}, 0, 0);
+    OK(m.result);
+    ASSERT_EQ(cudaMalloc((void**)&device, sizeof(double)), cudaSuccess);
+    ASSERT_EQ(cudaMemcpy(device, &mine, sizeof(double), cudaMemcpyHostToDevice), cudaSuccess);
+    zero_attach(&m.z, device);
+    OK(m.step([](size_t) { return 1.0f; }));
+    OK(zero_report(&m.z, &report));
+    EXPECT_EQ(report.passenger_sum, world.ranks * (world.ranks + 1) / 2.0);
+    cudaFree(device);
+}
+
+/* Misuse is an error with a text that names the unit, and never a hang: every rank makes the same mistake. */
+TEST(Optimizer, MisuseIsSaidInWords) {
+    void* pointer;
+    int add;
+    Model m(sgd(1), ZERO_FP32, {10, 1, 20, 2, 30}, 0, 0);
+    OK(m.result);
+    auto says = [](ZeroResult result, ZeroCode code, const char* words) {
+        EXPECT_EQ(result.code, code) << result.text;
+        EXPECT_NE(std::string(result.text).find(words), std::string::npos) << result.text;
+    };
+    says(zero_grads_acquire(&m.z, 0, &pointer, &add), ZERO_ERROR_ORDER, "before zero_begin");
+    says(zero_grads_ready(&m.z, 0), ZERO_ERROR_ORDER, "before zero_begin");
+    says(zero_update(&m.z, 1.0), ZERO_ERROR_ORDER, "zero_grad_norm");
+    says(zero_params_release(&m.z, 1), ZERO_ERROR_ORDER, "unit 1 is released more often");
+    says(zero_params_acquire(&m.z, 3, &pointer), ZERO_ERROR_ARGUMENT, "unit 3");
+    says(zero_begin(&m.z, 1, 2, 1.0), ZERO_ERROR_ORDER, "0 of 2 is next");
+    says(zero_begin(&m.z, 0, 0, 1.0), ZERO_ERROR_ARGUMENT, "0 of 0");
+    says(zero_begin(&m.z, 0, 1, NAN), ZERO_ERROR_ARGUMENT, "grad_scale");
+    OK(zero_begin(&m.z, 0, 2, 1.0));
+    OK(zero_grads_acquire(&m.z, 2, &pointer, &add));
+    EXPECT_EQ(add, 0);
+    OK(zero_grads_acquire(&m.z, 2, &pointer, &add)); // again before its ready
+    EXPECT_EQ(add, 1);
+    OK(m.give(2, [](size_t) { return 0.0f; }));
+    says(zero_grads_ready(&m.z, 2), ZERO_ERROR_ORDER, "unit 2: zero_grads_ready twice");
+    says(zero_grads_acquire(&m.z, 2, &pointer, &add), ZERO_ERROR_ORDER, "after zero_grads_ready");
+    says(zero_begin(&m.z, 1, 2, 1.0), ZERO_ERROR_ORDER, "unit 0 of 3 (tensor ...) was not reported");
+    OK(m.give(0, [](size_t) { return 0.0f; }));
+    OK(m.give(1, [](size_t) { return 0.0f; }));
+    says(zero_grad_norm(&m.z, NULL), ZERO_ERROR_ORDER, "micro-step 0 of 2");
+    OK(zero_begin(&m.z, 1, 2, 1.0));
+    OK(m.give(0, [](size_t) { return 0.0f; }));
+    says(zero_update(&m.z, 1.0), ZERO_ERROR_ORDER, "unit 1 of 3");
+    OK(m.give(1, [](size_t) { return 0.0f; }));
+    OK(m.give(2, [](size_t) { return 0.0f; }));
+    says(zero_update(&m.z, NAN), ZERO_ERROR_ARGUMENT, "lr");
+    OK(zero_update(&m.z, 1.0));
+}
+
+TEST(Optimizer, BadSettingsAreRefused) {
+    struct { std::function<void(ZeroConfig*)> spoil; const char* words; } cases[] = {
+        {[](ZeroConfig* c) { c->stage = 2; }, "stage 2 is not in this version"},
+        {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
+        {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ORDERED; }, "not in this version"},
+        {[](ZeroConfig* c) { c->accumulation = ZERO_ACCUMULATE_MICRO; }, "not in this version"},
+        {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "stage 0 only"},
+        {[](ZeroConfig* c) { c->beta1 = 1.0; c->algorithm = ZERO_ADAMW; }, "below 1"},
+        {[](ZeroConfig* c) { c->eps = NAN; }, "eps is nan"},
+        {[](ZeroConfig* c) { c->max_norm = -1.0; }, "max_norm is -1"}};
+    for (auto& bad : cases) {
+        ZeroConfig config = sgd(1);
+        bad.spoil(&config);
+        Model m(config, ZERO_FP32, {10}, 0, 0);
+        EXPECT_EQ(m.result.code, ZERO_ERROR_ARGUMENT);
+        EXPECT_NE(std::string(m.result.text).find(bad.words), std::string::npos) << m.result.text;
+        EXPECT_EQ(zero_memory_total(&m.memory), 0u);
+    }
+}
+
+/* What the plan says is what is held, and nothing is left after zero_free. */
+TEST(Optimizer, HoldsWhatThePlanSays) {
+    for (int stage = 0; stage <= 1; stage++)
+        for (int algorithm = ZERO_ADAMW; algorithm <= ZERO_SGD; algorithm++)
+            for (int type = 0; type < 3; type++)
+                for (const Plan& layout_plan : PLANS) {
+                    ZeroConfig config = zero_config();
+                    ZeroPlan plan;
+                    config.stage = stage;
+                    config.algorithm = (ZeroAlgorithm)algorithm;
+                    config.masters = type == 1;
+                    Model m(config, type ? ZERO_BF16 : ZERO_FP32, layout_plan.counts, layout_plan.bucket_bytes, layout_plan.units_apart);
+                    OK(m.result);
+                    ZeroPlanChoice choice = {world.rank, stage, config.algorithm, config.momentum, config.masters};
+                    OK(zero_plan(&plan, &m.layout, &choice));
+                    EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_PARAMS], plan.params_bytes);
+                    EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_GRADS], plan.grads_bytes);
+                    EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_STATE], plan.state_bytes);
+                    EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_SCRATCH], plan.scratch_bytes);
+                    zero_free(&m.z);
+                    EXPECT_EQ(zero_memory_total(&m.memory), 0u);
+                }
+}
+
+#ifdef CUDA_CPU
+extern "C" size_t cudaCpuLiveBytes(void);
+
+/* In lazy mode nothing runs until the host waits: a step that asks for no number leaves everything queued. */
+TEST(Optimizer, AStepThatAsksForNothingWaitsForNothing) {
+    setenv("CUDA_CPU_STREAMS", "lazy", 1);
+    cudaDeviceReset();
+    {
+        Model m(sgd(1), ZERO_FP32, {100}, 0, 0);
+        OK(m.result);
+        ASSERT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
+        OK(zero_begin(&m.z, 0, 1, 1.0));
+        void* grads;
+        int add;
+        OK(zero_grads_acquire(&m.z, 0, &grads, &add));
+        ASSERT_EQ(cudaMemsetAsync(grads, 0, 400, m.stream), cudaSuccess);
+        OK(zero_grads_ready(&m.z, 0));
+        OK(zero_grad_norm(&m.z, NULL));
+        OK(zero_update(&m.z, 1.0));
+        EXPECT_EQ(cudaStreamQuery(m.stream), cudaErrorNotReady) << "something in the step waited for the stream";
+        ASSERT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
+    }
+    unsetenv("CUDA_CPU_STREAMS");
+    cudaDeviceReset();
+}
+
+static ZeroResult one_run(int stage) {
+    float norm;
+    ZeroConfig config = zero_config();
+    config.stage = stage;
+    config.timing = 1;
+    Model m(config, ZERO_BF16, {100, 33, 7}, 256, 0);
+    ZERO_TRY(m.result);
+    for (int step = 0; step < 2; step++) {
+        ZeroReport report;
+        ZERO_TRY(m.step([](size_t i) { return (float)i; }, &norm));
+        ZERO_TRY(zero_report(&m.z, &report));
+    }
+    return zero_ok();
+}
+
+/* Every call of CUDA and NCCL fails once, at each of its places: an error with the call's name, nothing leaked, no
+   crash. All ranks fail alike. */
+TEST(Optimizer, EveryCallMayFail) {
+    const char* calls[] = {"cudaMalloc", "cudaMallocHost", "cudaMemcpy", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaLaunchKernelEx",
+                           "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags", "cudaEventCreate", "cudaEventRecord",
+                           "cudaStreamWaitEvent", "ncclReduceScatter", "ncclAllGather"};
+    for (int stage = 0; stage <= 1; stage++)
+        for (const char* call : calls) {
+            int failures = 0;
+            // a rank that owns padding only launches and copies less, so the n-th call is not the same one on all ranks
+            if (world.ranks > 1 && (strcmp(call, "cudaLaunchKernelEx") == 0 || strcmp(call, "cudaMemcpy") == 0)) continue;
+            for (int n = 1; n < 400; n++) {
+                char setting[64];
+                snprintf(setting, sizeof(setting), "%s:%d", call, n);
+                setenv("CUDA_CPU_FAIL", setting, 1);
+                cudaDeviceReset();
+                const size_t live = cudaCpuLiveBytes();
+                ZeroResult result = one_run(stage);
+                unsetenv("CUDA_CPU_FAIL");
+                cudaDeviceReset();
+                ASSERT_EQ(cudaCpuLiveBytes(), live) << setting;
+                if (result.code == ZERO_OK) break;
+                ASSERT_GT(strlen(result.text), 10u) << setting;
+                failures++;
+            }
+            ASSERT_LT(failures, 399) << call;
+            if (world.ranks > 1) {
+                EXPECT_GT(failures, 0) << call << " was never called: is it spelt right?";
+            }
+        }
+}
+#endif
+
+int main(int argc, char** argv) {
+    ZeroWorldConfig config = {};
+    ::testing::InitGoogleTest(&argc, argv);
+    ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
+    if (result.code == ZERO_OK) result = zero_world_device(&world);
+    if (result.code != ZERO_OK) {
+        fprintf(stderr, "%s\n", result.text);
+        zero_world_abort(&world, 1);
+        return 1;
+    }
+    int failed = RUN_ALL_TESTS();
+    zero_world_finish(&world);
+    return failed;
+}
