@@ -1,0 +1,252 @@
+/* dev/cpu/streams.cpp - streams and events as queues; when they run is CUDA_CPU_STREAMS
+
+   eager    an operation runs inside the call that enqueues it
+   lazy     it runs when something waits for it: a synchronize call, cudaFree, a synchronous or pageable copy
+   rush:ID  lazy, but what is enqueued on stream ID runs at once, after what it depends on and nothing else
+
+   Invariants: (1) a stream's operations run in order; `done` counts those that have run. (2) An operation
+   depends only on operations enqueued before it: on its predecessors, on the record that a wait saw when
+   it was made, and (legacy default stream) on the counts in `after`. So forcing a dependency ends. (3) The
+   lock is not held while an operation's work runs; `busy` marks its stream, and other host threads wait
+   for that. (4) Ids count from 1 in order of creation and start again at cudaDeviceReset; 0 is the default
+   stream.
+*/
+#include "streams.h"
+#include <condition_variable>
+#include <time.h>
+
+namespace cuda_cpu {
+
+std::mutex stream_lock;
+static std::condition_variable changed;
+
+/* Live streams by handle, drained ones of destroyed handles gone, others kept until they have run. */
+static std::map<CUstream_st*, StreamRef> handles;
+static std::map<int, StreamRef> by_id;
+static int next_id = 1;
+
+static double now_ms() {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
+}
+
+static StreamRef default_stream() {
+    StreamRef& zero = by_id[0];
+    if (!zero) {
+        zero = std::make_shared<CUstream_st>();
+        zero->id = 0, zero->flags = cudaStreamDefault;
+    }
+    return zero;
+}
+
+/* The stream behind a handle; null if it was destroyed or never was one. */
+StreamRef find_stream(cudaStream_t stream) {
+    if (!stream || stream == cudaStreamLegacy || stream == cudaStreamPerThread) return default_stream();
+    auto found = handles.find(stream);
+    return found == handles.end() ? nullptr : found->second;
+}
+
+// ----------------------------------------------------------------------------
+// running
+
+static void run_first(Hold& hold, const StreamRef& stream) {
+    stream->busy = true;
+    stream->runner = pthread_self();
+    Operation op = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    for (auto& other : op.after) run_until(hold, other.first, other.second);
+    if (op.wait) {
+        run_until(hold, op.wait->stream, op.wait->count);
+        if (op.wait->error != cudaSuccess && stream->error == cudaSuccess) stream->error = op.wait->error;
+    }
+    if (op.work && stream->error == cudaSuccess) { // after an error nothing runs any more, as on a GPU
+        hold.unlock();
+        cudaError_t error = op.work();
+        op.work = nullptr;
+        hold.lock();
+        if (error != cudaSuccess) stream->error = error;
+    }
+    stream->done++;
+    if (op.record) {
+        op.record->time_ms = now_ms();
+        op.record->error = stream->error;
+        op.record->done = true;
+    }
+    stream->busy = false;
+    changed.notify_all();
+}
+
+void run_until(Hold& hold, const StreamRef& stream, uint64_t count) {
+    while (stream->done < count) {
+        if (!stream->busy) {
+            run_first(hold, stream);
+        } else {
+            if (pthread_equal(stream->runner, pthread_self()))
+                fatal("work on stream %d waits for its own stream", stream->id);
+            changed.wait(hold);
+        }
+    }
+}
+
+/* Adds the operation and runs it, if the mode says so. */
+cudaError_t add(Hold& hold, const StreamRef& stream, Operation&& op) {
+    if (stream->id == 0) { // the legacy stream waits for all blocking streams ...
+        for (auto& other : by_id)
+            if (other.first && !(other.second->flags & cudaStreamNonBlocking) &&
+                other.second->done < other.second->enqueued)
+                op.after.emplace_back(other.second, other.second->enqueued);
+    } else if (!(stream->flags & cudaStreamNonBlocking)) { // ... and they for it
+        StreamRef zero = default_stream();
+        if (zero->done < zero->enqueued) op.after.emplace_back(zero, zero->enqueued);
+    }
+    stream->queue.push_back(std::move(op));
+    uint64_t count = ++stream->enqueued;
+    const Options& o = options();
+    if (o.streams == STREAMS_EAGER || (o.streams == STREAMS_RUSH && stream->id == o.rush_id))
+        run_until(hold, stream, count);
+    return stream->error;
+}
+
+cudaError_t enqueue(cudaStream_t handle, const char* name, std::function<cudaError_t()> work) {
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    Operation op;
+    op.name = name;
+    op.work = std::move(work);
+    return set_error(add(hold, stream, std::move(op)));
+}
+
+cudaError_t synchronize_stream(cudaStream_t handle) {
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    run_until(hold, stream, stream->enqueued);
+    return set_error(stream->error);
+}
+
+static bool destroyed(const StreamRef& stream) { return stream->id && !handles.count(stream.get()); }
+
+cudaError_t synchronize_device() {
+    Hold hold(stream_lock);
+    cudaError_t error = cudaSuccess;
+    std::map<int, StreamRef> streams = by_id; // running may add and drop some
+    for (auto& entry : streams) {
+        const StreamRef& stream = entry.second;
+        run_until(hold, stream, stream->enqueued);
+        if (error == cudaSuccess) error = stream->error;
+        if (destroyed(stream)) by_id.erase(entry.first);
+    }
+    return set_error(error);
+}
+
+void reset_streams() {
+    Hold hold(stream_lock);
+    handles.clear();
+    for (auto& stream : by_id) stream.second->queue.clear(); // as a reset does: what has not run is lost
+    by_id.clear();
+    next_id = 1;
+    reset_events();
+}
+
+/* A query that runs nothing would let a host that polls wait for ever; the second one for the same point
+   counts as the time that passes on a GPU, and runs up to it. */
+cudaError_t query_point(Hold& hold, const StreamRef& stream, uint64_t count, bool asked_before) {
+    if (stream->done < count && asked_before) run_until(hold, stream, count);
+    return stream->done < count ? cudaErrorNotReady : cudaSuccess;
+}
+
+} // namespace cuda_cpu
+
+using namespace cuda_cpu;
+
+extern "C" {
+
+// ----------------------------------------------------------------------------
+// streams
+
+static cudaError_t create_stream(cudaStream_t* stream, unsigned int flags, int priority) {
+    if (!stream || (flags & ~(unsigned)cudaStreamNonBlocking)) return set_error(cudaErrorInvalidValue);
+    Hold hold(stream_lock);
+    StreamRef made = std::make_shared<CUstream_st>();
+    made->id = next_id++;
+    made->flags = flags;
+    made->priority = priority;
+    handles[made.get()] = by_id[made->id] = made;
+    *stream = made.get();
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned int flags, int priority) {
+    CUDA_CPU_ENTRY("cudaStreamCreateWithPriority", cudaErrorUnknown);
+    return create_stream(stream, flags, priority);
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) {
+    CUDA_CPU_ENTRY("cudaStreamCreateWithFlags", cudaErrorUnknown);
+    return create_stream(stream, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    CUDA_CPU_ENTRY("cudaStreamCreate", cudaErrorUnknown);
+    return create_stream(stream, cudaStreamDefault, 0);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t handle) {
+    CUDA_CPU_ENTRY("cudaStreamDestroy", cudaErrorUnknown);
+    Hold hold(stream_lock);
+    auto found = handles.find(handle);
+    if (found == handles.end()) return set_error(cudaErrorInvalidResourceHandle);
+    StreamRef stream = found->second;
+    handles.erase(found);
+    if (stream->done == stream->enqueued) by_id.erase(stream->id); // else it runs to its end when waited for
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned int* flags) {
+    CUDA_CPU_ENTRY("cudaStreamGetFlags", cudaErrorUnknown);
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    if (!flags) return set_error(cudaErrorInvalidValue);
+    *flags = stream->flags;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+    CUDA_CPU_ENTRY("cudaStreamGetPriority", cudaErrorUnknown);
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    if (!priority) return set_error(cudaErrorInvalidValue);
+    *priority = stream->priority;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
+    CUDA_CPU_ENTRY("cudaStreamSynchronize", cudaErrorUnknown);
+    return synchronize_stream(handle);
+}
+cudaError_t cudaDeviceSynchronize(void) {
+    CUDA_CPU_ENTRY("cudaDeviceSynchronize", cudaErrorUnknown);
+    return synchronize_device();
+}
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+    CUDA_CPU_ENTRY("cudaStreamQuery", cudaErrorUnknown);
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    cudaError_t result = query_point(hold, stream, stream->enqueued, stream->asked == stream->enqueued);
+    if (result == cudaErrorNotReady) {
+        stream->asked = stream->enqueued;
+        return result; // not an error for cudaGetLastError
+    }
+    return set_error(stream->error);
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+    CUDA_CPU_ENTRY("cudaLaunchHostFunc", cudaErrorUnknown);
+    if (!function) return set_error(cudaErrorInvalidValue);
+    return enqueue(stream, "host function", [=] { return function(data), cudaSuccess; });
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data,
+                                  unsigned int flags) {
+    CUDA_CPU_ENTRY("cudaStreamAddCallback", cudaErrorUnknown);
+    if (!callback || flags) return set_error(cudaErrorInvalidValue);
+    return enqueue(stream, "callback", [=] { return callback(stream, cudaSuccess, data), cudaSuccess; });
+}
+
+} // extern "C"
