@@ -44,7 +44,7 @@
 
 #define ZERO_ALIGN_BYTES 256        /* what cudaMalloc gives; whole sectors for NCCL and for vector accesses */
 #define ZERO_CHUNK_MAX_COUNT 4096   /* elements of a chunk = of one block of 256 threads */
-#define ZERO_BUCKETS_MAX 1000000
+#define ZERO_BUCKETS_MAX 65536      /* each costs an event, a launch and two collectives a step */
 #define ZERO_COUNT_MAX (SIZE_MAX / 64) /* elements of a model, so that no number of bytes overflows */
 #define ZERO_ALL_RANKS (-1)
 

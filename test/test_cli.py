@@ -6,6 +6,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import time
 
 import pytest
 from conftest import TOP, run
@@ -158,3 +160,41 @@ def test_every_combination_of_types_optimizers_reductions_and_stages(ranks, tmp_
         assert (outcome.error is None) == works, f"{line}: {outcome.error}"
         if not works:
             assert re.match(r"-[zR] ", outcome.error) and ("not in this version" in outcome.error or "-z 0 only" in outcome.error)
+
+
+def start_over_folder(folder, ranks, flags):
+    """train_mlp without mpirun: the ranks meet in a folder."""
+    return [subprocess.Popen(["./train_mlp", "-pi", "fs", "-pf", str(folder), "-pn", str(ranks), "-pr", str(rank)] + flags,
+                             cwd=TOP, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(ranks)]
+
+
+def test_ranks_that_meet_in_a_folder_train_the_same(tmp_path):
+    flags = TINY + ["-I", "own", "-x", "3"]
+    (tmp_path / "ranks").mkdir()
+    processes = start_over_folder(tmp_path / "ranks", 2, flags + ["-o", str(tmp_path / "fs")])
+    for process in processes:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    run(["./train_mlp"] + flags + ["-o", str(tmp_path / "mpi")], ranks=2)
+    assert (tmp_path / "fs/main.log").read_text() == (tmp_path / "mpi/main.log").read_text()
+    assert list((tmp_path / "ranks").iterdir()) == [], "the folder is clean again"
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words."""
+    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000"])
+    for line in processes[0].stdout:
+        if line.startswith("step 5/"):
+            break
+    processes[1].kill()
+    start = time.monotonic()
+    _, err = processes[0].communicate(timeout=30)
+    assert processes[0].returncode not in (0, None) and time.monotonic() - start < 10
+    assert err.startswith("train_mlp: rank 0: ")
+    processes[1].communicate()
+
+
+def test_accumulation_in_bf16_warns(tmp_path):
+    """Case C7: sums over micro-steps in bf16 lose small parts; that is said."""
+    assert "add up in bf16" in run(["./train_mlp", "-P", "bf16", "-d", "8"] + TINY, ranks=2).out
+    assert "add up in bf16" not in run(["./train_mlp", "-P", "bf16"] + TINY, ranks=2).out

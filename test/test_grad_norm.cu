@@ -1,0 +1,410 @@
+/* test/test_grad_norm.cu - llmc_zero/grad_norm.cuh: norm, clip factor, skip, t, on one device playing all
+   ranks.
+
+   `Ranks` is a layout with one gradient buffer a rank; `norm` runs the launches as every rank would (partials
+   over its own chunks, their sum), puts the sums side by side as the gather does, and finishes on every rank:
+   all must agree to the bit. Built twice, without and with --use_fast_math; every expectation is the same.
+*/
+#include <algorithm>
+#include <float.h>
+#include <gtest/gtest.h>
+#include <math.h>
+#include <random>
+#include <vector>
+
+#include "llmc_zero/grad_norm.cuh"
+
+namespace {
+
+typedef std::vector<float> Floats;
+
+void ok(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+void ok(const ZeroResult& r) { ASSERT_EQ(r.code, ZERO_OK) << r.text; }
+
+uint32_t bits_of(float x) {
+    uint32_t b;
+    memcpy(&b, &x, 4);
+    return b;
+}
+
+template <typename T> struct Device {
+    T* at = NULL;
+    size_t count;
+    explicit Device(size_t n) : count(n) { ok(cudaMalloc((void**)&at, (n ? n : 1) * sizeof(T))); }
+    explicit Device(const std::vector<T>& host) : Device(host.size()) { put(host); }
+    Device(const Device&) = delete;
+    ~Device() { cudaFree(at); }
+    void put(const std::vector<T>& host) {
+        ok(cudaMemcpy(at, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    std::vector<T> get() const {
+        std::vector<T> host(count);
+        ok(cudaMemcpy(host.data(), at, count * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+};
+
+ZeroStepSettings settings_of(int ranks, double grad_scale = 1.0, double max_norm = 0.0) {
+    ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks};
+    return settings;
+}
+
+/* ------------------------------------------------------------------ all ranks on one device */
+
+struct Ranks {
+    ZeroLayout layout;
+    std::vector<std::vector<ZeroChunk>> tables; /* of each rank */
+    std::vector<ZeroScalars> scalars;           /* of each rank, from step to step */
+    size_t shift = 0;                           /* elements by which the gradients' base pointer is off */
+    std::vector<double> passengers;             /* of each rank; none: NULL is passed */
+
+    Ranks(const std::vector<size_t>& counts, int ranks, ZeroDtype dtype, size_t bucket_bytes = 0,
+          size_t max_count = ZERO_CHUNK_MAX_COUNT) {
+        std::vector<ZeroSegment> segments;
+        ZeroLayoutConfig config = zero_layout_config(ranks, dtype);
+        config.bucket_bytes = bucket_bytes;
+        for (size_t count : counts) segments.push_back(zero_segment("s", count, 0));
+        ok(zero_layout(&layout, segments.data(), (int)segments.size(), &config));
+        for (int rank = 0; rank < ranks; rank++) {
+            ZeroChunk* table;
+            std::vector<size_t> first((size_t)layout.buckets_count + 1);
+            ok(zero_chunk_table(&layout, rank, max_count, &table, first.data()));
+            tables.emplace_back(table, table + first[layout.buckets_count]);
+            free(table);
+        }
+        scalars.assign((size_t)ranks, ZeroScalars());
+    }
+    ~Ranks() { zero_layout_free(&layout); }
+    Ranks(const Ranks&) = delete;
+
+    /* Model order to a flat buffer whose gaps and padding hold `padding`. */
+    Floats flat(const Floats& model, float padding) const {
+        Floats all(layout.padded_count, padding);
+        for (int s = 0; s < layout.segments_count; s++)
+            for (size_t k = 0; k < layout.segments[s].count; k++)
+                all[layout.segments[s].flat_offset + k] = model[layout.segments[s].model_offset + k];
+        return all;
+    }
+
+    /* One rank's launches 1 and 2 over its gradients. */
+    std::vector<double> own_sums(int rank, const Floats& grads) {
+        const std::vector<ZeroChunk>& table = tables[(size_t)rank];
+        Device<ZeroChunk> chunks(table);
+        Device<double> partials(table.size() < ZERO_NORM_BLOCKS_MAX ? table.size() : ZERO_NORM_BLOCKS_MAX),
+            own(2), passenger(1);
+        Device<float> floats(grads.size() + shift);
+        Device<uint16_t> halves(grads.size() + shift);
+        std::vector<float> all(shift, NAN);
+        all.insert(all.end(), grads.begin(), grads.end());
+        std::vector<uint16_t> bits;
+        for (float x : all) bits.push_back((uint16_t)(bits_of(x) >> 16));
+        floats.put(all), halves.put(bits);
+        bool bf16 = layout.dtype == ZERO_BF16;
+        ZeroNorm work = {
+            chunks.at,    table.size(), bf16 ? (void*)(halves.at + shift) : (void*)(floats.at + shift),
+            layout.dtype, partials.at,  own.at,
+            own.at,       NULL};
+        if (!passengers.empty()) passenger.put(std::vector<double>(1, passengers[(size_t)rank]));
+        ok(zero_norm_partials(&work, NULL));
+        ok(zero_norm_sum(&work, passengers.empty() ? NULL : passenger.at, NULL));
+        ok(cudaDeviceSynchronize());
+        return own.get();
+    }
+
+    /* One step; grads[rank] is rank's flat buffer, one for all if there is only one. */
+    ZeroScalars norm(const std::vector<Floats>& grads, const ZeroStepSettings& settings) {
+        std::vector<double> sums;
+        for (int rank = 0; rank < layout.ranks; rank++)
+            for (double x : own_sums(rank, grads[(size_t)rank % grads.size()])) sums.push_back(x);
+        return finish(sums, settings);
+    }
+
+    ZeroScalars finish(const std::vector<double>& sums, const ZeroStepSettings& settings) {
+        Device<double> all(sums);
+        for (ZeroScalars& s : scalars) {
+            Device<ZeroScalars> device(std::vector<ZeroScalars>(1, s));
+            ZeroNorm work = {NULL, 0, NULL, layout.dtype, NULL, NULL, all.at, device.at};
+            ok(zero_norm_finish(&work, &settings, NULL));
+            s = device.get()[0];
+            EXPECT_EQ(memcmp(&s, &scalars[0], sizeof(s)), 0) << "ranks differ";
+        }
+        return scalars[0];
+    }
+};
+
+/* ------------------------------------------------------------------ the norm */
+
+TEST(Norm, B1_only_the_own_slice_counts) {
+    for (int ranks : {1, 2, 3, 4}) {
+        Ranks x({64 * 4}, ranks, ZERO_FP32);
+        Floats model(256, 0.0f);
+        model[0] = 3, model[255] = 4;
+        std::vector<Floats> grads;
+        for (int rank = 0; rank < ranks; rank++) { /* what the other slices hold is not reduced: anything */
+            Floats flat = x.flat(model, 0.0f);
+            for (size_t i = 0; i < flat.size(); i++)
+                if (i / zero_slice_count(&x.layout, 0) != (size_t)rank) flat[i] = 100;
+            grads.push_back(flat);
+        }
+        EXPECT_EQ(x.norm(grads, settings_of(ranks)).norm, 5.0f) << ranks;
+    }
+}
+
+TEST(Norm, B2_a_gradient_that_every_rank_holds_counts_once) {
+    for (int ranks : {1, 2, 4, 7}) {
+        Ranks x({2}, ranks, ZERO_FP32);
+        ZeroScalars s = x.norm({x.flat({3, 4}, 0.0f)}, settings_of(ranks));
+        EXPECT_EQ(s.norm, 5.0f) << ranks;
+        EXPECT_EQ(s.grad_factor, 1.0f);
+        EXPECT_EQ(x.norm({x.flat({3, 4}, 0.0f)}, settings_of(ranks, 1.0 / ranks)).norm,
+                  (float)(5.0 / ranks)); /* sums over ranks */
+    }
+}
+
+TEST(Norm, B4_large_bf16_gradients_are_exact) {
+    Ranks x({1000000}, 1, ZERO_BF16);
+    EXPECT_EQ(x.norm({x.flat(Floats(1000000, 1000.0f), 0.0f)}, settings_of(1)).norm, 1000000.0f);
+    Ranks y({1000}, 3, ZERO_FP32); /* squares beyond fp32 */
+    ZeroScalars s = y.norm({y.flat(Floats(1000, 3e38f), 0.0f)}, settings_of(3, 1e-10));
+    EXPECT_EQ(s.skip, 0);
+    EXPECT_NEAR(s.norm / (3e28 * sqrt(1000.0)), 1.0, 1e-7);
+}
+
+/* Whole numbers: every order of adding gives the same, so the norm is exact at any place, cut and number of
+ * ranks. */
+TEST(Norm, WholeNumbersAreExactWhereverTheyLie) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+        for (size_t n : {1, 2, 3, 4, 5, 7, 40, 257, 4096, 4099, 20011}) {
+            Floats model(n);
+            double squares = 0;
+            for (size_t i = 0; i < n; i++) model[i] = (float)(i % 200) - 90, squares += model[i] * model[i];
+            for (int ranks : {1, 2, 5})
+                for (size_t max_count : {4096, 61}) /* chunks at every offset modulo 4 */
+                    for (size_t shift : {0, 1, 3}) {
+                        Ranks x({n / 3, n - n / 3}, ranks, dtype, 2048, max_count);
+                        x.shift = shift;
+                        double sum = 0;
+                        Floats flat = x.flat(model, NAN); /* padding never counts, whatever it holds */
+                        for (int rank = 0; rank < ranks; rank++) sum += x.own_sums(rank, flat)[0];
+                        ASSERT_EQ(sum, squares) << "n " << n << ", ranks " << ranks << ", chunks of "
+                                                << max_count << ", shift " << shift;
+                    }
+        }
+}
+
+TEST(Norm, MoreChunksThanBlocks) {
+    for (size_t chunks : {4095, 4096, 4097, 9001}) {
+        std::vector<size_t> counts(chunks, 1);
+        Floats model(chunks);
+        double squares = 0;
+        for (size_t i = 0; i < chunks; i++) model[i] = (float)(i % 77), squares += model[i] * model[i];
+        Ranks x(counts, 1, ZERO_FP32);
+        ASSERT_EQ(x.tables[0].size(), chunks);
+        EXPECT_EQ(x.own_sums(0, x.flat(model, NAN))[0], squares);
+    }
+}
+
+TEST(Norm, Fp64AgainstLongDouble) {
+    std::mt19937 random(3);
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    for (int round = 0; round < 6; round++) {
+        Floats model(50021);
+        long double squares = 0;
+        for (float& g : model) {
+            g = normal(random) * powf(10.0f, (float)(random() % 21) - 10);
+            squares += (long double)g * g;
+        }
+        Ranks x({50000, 21}, 3, ZERO_FP32, 65536);
+        Floats flat = x.flat(model, NAN);
+        long double sum = 0;
+        for (int rank = 0; rank < 3; rank++) sum += x.own_sums(rank, flat)[0];
+        EXPECT_LT(fabsl(sum / squares - 1), 1e-14L); /* 2^-53 times the depth of the sum */
+        float due = (float)sqrtl(squares);
+        EXPECT_LE(fabsf(x.norm({flat}, settings_of(3)).norm - due), due * 6e-8f);
+    }
+}
+
+/* ------------------------------------------------------------------ skip */
+
+TEST(Skip, InfAndNanAtEveryPlaceOnAllRanks) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+        for (size_t place = 0; place < 150; place++)
+            for (float bad : {(float)INFINITY, (float)-INFINITY, (float)NAN, -(float)NAN}) {
+                Ranks x({70, 1, 79}, 3, dtype, 0, 64);
+                Floats model(150, 1.0f);
+                ZeroScalars before = x.norm({x.flat(model, 0.0f)}, settings_of(3));
+                model[place] = bad;
+                ZeroScalars s = x.norm({x.flat(model, 0.0f)}, settings_of(3));
+                ASSERT_EQ(s.skip, 1) << bad << " at " << place;
+                ASSERT_EQ(s.t, before.t);
+                ASSERT_EQ(s.skipped, 1u);
+                ASSERT_FALSE(isfinite(s.norm)) << "the norm says so too";
+                model[place] = 2.0f; /* and the next good step counts on */
+                s = x.norm({x.flat(model, 0.0f)}, settings_of(3));
+                ASSERT_EQ(s.skip, 0);
+                ASSERT_EQ(s.t, before.t + 1);
+            }
+}
+
+TEST(Skip, CountersInARow) {
+    Ranks x({4}, 2, ZERO_FP32);
+    Floats good = x.flat({1, 1, 1, 1}, 0.0f), bad = x.flat({1, NAN, 1, 1}, 0.0f);
+    const char* steps = "gbbgbbbg";
+    uint64_t t = 0, skipped = 0, row = 0;
+    for (const char* step = steps; *step; step++) {
+        *step == 'g' ? (t++, row = 0) : (skipped++, row++);
+        ZeroScalars s = x.norm({*step == 'g' ? good : bad}, settings_of(2));
+        EXPECT_EQ(s.t, t);
+        EXPECT_EQ(s.skipped, skipped);
+        EXPECT_EQ(s.skipped_in_row, row);
+        EXPECT_EQ(s.skip, *step == 'b');
+        EXPECT_EQ(s.dropped, 0u);
+    }
+}
+
+TEST(Skip, TheCallerDropsAStepOnce) {
+    Ranks x({4}, 1, ZERO_FP32);
+    Floats good = x.flat({1, 1, 1, 1}, 0.0f), bad = x.flat({1, INFINITY, 1, 1}, 0.0f);
+    auto skip = [&] {
+        Device<ZeroScalars> device(x.scalars);
+        ok(zero_skip_launch(device.at, NULL));
+        x.scalars = device.get();
+        return x.scalars[0];
+    };
+    x.norm({good}, settings_of(1));
+    ZeroScalars first = x.norm({good}, settings_of(1));
+    EXPECT_EQ(first.t, 2u);
+    for (int i = 0; i < 3; i++) { /* asked again, it stays one drop */
+        ZeroScalars s = skip();
+        EXPECT_EQ(s.t, 1u);
+        EXPECT_EQ(s.skip, 1);
+        EXPECT_EQ(s.dropped, 1u);
+        EXPECT_EQ(s.skipped, 0u);
+    }
+    ZeroScalars again =
+        x.norm({good}, settings_of(1)); /* the next step is update 2, with its corrections and noise */
+    EXPECT_EQ(again.t, 2u);
+    EXPECT_EQ(again.skip, 0);
+    EXPECT_EQ(again.bias1_inverse, first.bias1_inverse);
+    EXPECT_EQ(again.bias2_sqrt, first.bias2_sqrt);
+    EXPECT_EQ(memcmp(again.noise_key, first.noise_key, sizeof(first.noise_key)), 0);
+    x.norm({bad}, settings_of(1));
+    ZeroScalars s = skip(); /* a step that is skipped already is not dropped on top */
+    EXPECT_EQ(s.t, 2u);
+    EXPECT_EQ(s.dropped, 1u);
+    EXPECT_EQ(s.skipped, 1u);
+}
+
+/* ------------------------------------------------------------------ clip and scale */
+
+TEST(Clip, FactorAndNorm) {
+    struct {
+        double max_norm, grad_scale;
+        float g;
+    } rows[] = {{0, 1, 3},      {1, 1, 3},        {5, 1, 3},        {100, 1, 3},        {3, 1, 3},
+                {1, 0.25, 3},   {1e-3, 2, 3},     {1, 1, 0},        {0, 0.5, 0},        {1e-7, 1, 0},
+                {1, 1, 1e-30f}, {1, 1e-3, 1e30f}, {1e30, 1, 3e38f}, {1, 1.0 / 3, 0.1f}, {2.5, 1, 1e-4f}};
+    for (auto& row : rows)
+        for (int ranks : {1, 3}) {
+            Ranks x({2}, ranks, ZERO_FP32);
+            ZeroScalars s =
+                x.norm({x.flat({row.g, -row.g}, 0.0f)}, settings_of(ranks, row.grad_scale, row.max_norm));
+            double norm = sqrt(2.0) * row.g * row.grad_scale, clip = row.max_norm / (norm + 1e-6);
+            double due = row.grad_scale * (row.max_norm > 0 && clip < 1 ? clip : 1);
+            EXPECT_EQ(s.skip, 0);
+            EXPECT_TRUE(fabs(s.norm - norm) <= 6e-8 * norm || (isinf(s.norm) && norm > FLT_MAX))
+                << "before clipping";
+            EXPECT_NEAR(s.grad_factor, due, 6e-8 * due)
+                << row.max_norm << " " << row.grad_scale << " " << row.g;
+            EXPECT_TRUE(row.max_norm > 0 || s.grad_factor == (float)row.grad_scale);
+        }
+}
+
+TEST(Clip, ImpossibleSettingsAreRefusedInWords) {
+    Device<double> sums(std::vector<double>{1, 0});
+    Device<ZeroScalars> scalars(std::vector<ZeroScalars>(1, ZeroScalars()));
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at};
+    for (double bad : {(double)NAN, (double)INFINITY, 1e300, -1e39}) {
+        ZeroStepSettings settings = settings_of(1, bad);
+        ZeroResult r = zero_norm_finish(&work, &settings, NULL);
+        EXPECT_EQ(r.code, ZERO_ERROR_ARGUMENT);
+        EXPECT_NE(strstr(r.text, "grad_scale"), nullptr) << r.text;
+    }
+    for (double bad : {(double)NAN, -1.0}) {
+        ZeroStepSettings settings = settings_of(1, 1.0, bad);
+        EXPECT_NE(strstr(zero_norm_finish(&work, &settings, NULL).text, "max_norm"), nullptr);
+    }
+    EXPECT_EQ(scalars.get()[0].t, 0u); /* and nothing was launched */
+}
+
+/* ------------------------------------------------------------------ passenger, t, bias corrections */
+
+TEST(Norm, PassengersAreAddedInRankOrder) {
+    Ranks x({300}, 3, ZERO_FP32);
+    Floats flat = x.flat(Floats(300, 1.0f), 0.0f);
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum, 0.0); /* nobody travels */
+    x.passengers = {0.1, 1e17, -1e17};
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum,
+              (0.1 + 1e17) - 1e17); /* this order and no other */
+    x.passengers = {1.5, NAN, 2};
+    ZeroScalars s = x.norm({flat}, settings_of(3)); /* a loss that is not a number does not skip */
+    EXPECT_TRUE(isnan(s.passenger_sum));
+    EXPECT_EQ(s.skip, 0);
+    x.passengers = {1, 2, 3};
+    flat[0] = NAN; /* and it arrives in a skipped step too */
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum, 6.0);
+}
+
+TEST(Norm, RanksAreAddedInRankOrder) {
+    Ranks x({1}, 3, ZERO_FP32);
+    ZeroScalars s = x.finish({1e17, 0, 1, 0, 1, 0}, settings_of(3));
+    EXPECT_EQ(s.norm, (float)sqrt((1e17 + 1.0) + 1.0));
+    EXPECT_EQ(x.finish({9, 0, 16, 0, 0, 0}, settings_of(3)).norm, 5.0f);
+}
+
+TEST(Norm, ARankWithNothingLaunchesNothingAndSendsZero) {
+    Ranks x({3}, 4, ZERO_FP32);
+    EXPECT_EQ(x.tables[3].size(), 0u);
+    Floats flat = x.flat({3, 0, 4}, NAN);
+    EXPECT_EQ(x.own_sums(3, flat)[0], 0.0);
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, NULL, NULL, NULL}; /* nothing here could be touched */
+    ok(zero_norm_partials(&work, NULL));
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+    EXPECT_EQ(x.norm({flat}, settings_of(4)).norm, 5.0f);
+}
+
+TEST(Step, BiasCorrectionsAgainstLongDouble) {
+    for (double beta1 : {0.0, 0.5, 0.9, 0.999})
+        for (double beta2 : {0.0, 0.95, 0.999, 0.999999})
+            for (uint64_t t : {(uint64_t)1, (uint64_t)2, (uint64_t)10, (uint64_t)1000, (uint64_t)1000000000,
+                               (uint64_t)1 << 40}) {
+                Ranks x({1}, 1, ZERO_FP32);
+                ZeroStepSettings settings = {beta1, beta2, 1.0, 0.0, 42, 1};
+                Device<ZeroScalars> device(x.scalars);
+                ok(zero_set_t_launch(device.at, t - 1, NULL));
+                x.scalars = device.get();
+                ZeroScalars s = x.finish({1, 0}, settings);
+                float due1 = (float)(1 / (1 - powl(beta1, t))), due2 = (float)sqrtl(1 - powl(beta2, t));
+                EXPECT_EQ(s.t, t);
+                EXPECT_LE(fabsf(s.bias1_inverse - due1), due1 * 6e-8f) << beta1 << " " << t;
+                EXPECT_LE(fabsf(s.bias2_sqrt - due2), due2 * 6e-8f) << beta2 << " " << t;
+            }
+}
+
+TEST(Step, NoiseKeysDifferByStepAndSeed) {
+    std::vector<uint64_t> keys;
+    for (uint64_t seed = 0; seed < 10; seed++) {
+        Ranks x({1}, 1, ZERO_FP32);
+        for (int t = 0; t < 100; t++) {
+            ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, seed, 1};
+            ZeroScalars s = x.finish({1, 0}, settings);
+            keys.push_back((uint64_t)s.noise_key[1] << 32 | s.noise_key[0]);
+        }
+    }
+    std::sort(keys.begin(), keys.end());
+    EXPECT_EQ(std::unique(keys.begin(), keys.end()) - keys.begin(), 1000);
+}
+
+TEST(Step, ScalarsFitTheirBlock) { EXPECT_LE(sizeof(ZeroScalars), (size_t)ZERO_SCALARS_BYTES); }
+
+} // namespace
