@@ -6,12 +6,12 @@
 
    Reads from top to bottom: the model, one step, the run, main. */
 #include "llmc_zero/llmc_zero.cuh" // defines: ZeroLayout, ZeroOptimizer and the step: zero_begin ... zero_update
-#include "llmc_zero/world.cuh"     // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather, _wait
-#include "dev/mlp/options.h"       // defines: Options, options_parse: the command line
-#include "dev/mlp/torch_random.h"  // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
-#include "dev/mlp/loss.cuh"        // defines: loss_run (MSE), data_split (new samples each step)
-#include "dev/mlp/linear.cuh"      // defines: Linear, linear_forward, linear_backward (cuBLASLt)
-#include "dev/mlp/report.h"        // defines: Report: step lines, main.log, summary.json; params_digest
+#include "llmc_zero/world.cuh" // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather, _wait
+#include "dev/mlp/options.h"      // defines: Options, options_parse: the command line
+#include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
+#include "dev/mlp/loss.cuh"       // defines: loss_run (MSE), data_split (new samples each step)
+#include "dev/mlp/linear.cuh"     // defines: Linear, linear_forward, linear_backward (cuBLASLt)
+#include "dev/mlp/report.h"       // defines: Report: step lines, main.log, summary.json; params_digest
 
 // ----------------------------------------------------------------------------- the model
 
@@ -19,11 +19,11 @@ typedef struct Mlp {
     const Options* options;
     ZeroWorld* world;
     int layers, micros;
-    size_t width, row_count;  // row_count = batch * width: elements of one activation
-    size_t row_stride;        // the same, rounded up so that each activation is aligned
+    size_t width, row_count; // row_count = batch * width: elements of one activation
+    size_t row_stride;       // the same, rounded up so that each activation is aligned
     ZeroDtype dtype;
     cudaStream_t stream;
-    ZeroLayout layout;        // segments 2l and 2l+1 are weight and bias of layer l, unit l
+    ZeroLayout layout; // segments 2l and 2l+1 are weight and bias of layer l, unit l
     ZeroMemory memory;
     ZeroOptimizer zero;
     Linear linear;
@@ -58,7 +58,8 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
     ZeroResult result = zero_layout(layout, segments, 2 * (int)o->layers, &config);
     free(segments);
     if (result.code == ZERO_OK) return result;
-    return zero_error(result.code, "-L %lld -C %lld -K %g: %s", o->layers, o->width, o->bucket_mb, result.text);
+    return zero_error(result.code, "-L %lld -C %lld -K %g: %s", o->layers, o->width, o->bucket_mb,
+                      result.text);
 }
 
 static size_t data_sets(const Mlp* mlp) { return mlp->options->data == DATA_SPLIT ? 1 : (size_t)mlp->micros; }
@@ -99,9 +100,11 @@ static ZeroResult mlp_check_memory(const Mlp* mlp) {
     const double wanted = (double)zero_plan_total(&plan) + (double)activation_bytes(mlp);
     ZERO_TRY_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
     if (wanted <= (double)free_bytes) return zero_ok();
-    return zero_error(ZERO_ERROR_MEMORY, "-L %d -C %zu -b %lld: need %.1f MB of device memory on each of %d ranks, %.1f "
-                      "MB are free: lower one of them, or use more ranks", mlp->layers, mlp->width,
-                      mlp->options->batch, 1e-6 * wanted, mlp->world->ranks, 1e-6 * (double)free_bytes);
+    return zero_error(ZERO_ERROR_MEMORY,
+                      "-L %d -C %zu -b %lld: need %.1f MB of device memory on each of %d ranks, %.1f "
+                      "MB are free: lower one of them, or use more ranks",
+                      mlp->layers, mlp->width, mlp->options->batch, 1e-6 * wanted, mlp->world->ranks,
+                      1e-6 * (double)free_bytes);
 }
 
 static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_t bytes) {
@@ -109,8 +112,8 @@ static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_
     if (error != cudaSuccess) {
         *pointer = NULL;
         cudaGetLastError();
-        return zero_error(ZERO_ERROR_MEMORY, "rank %d: %s of %.1f MB: %s", mlp->world->rank, what, 1e-6 * (double)bytes,
-                          cudaGetErrorString(error));
+        return zero_error(ZERO_ERROR_MEMORY, "rank %d: %s of %.1f MB: %s", mlp->world->rank, what,
+                          1e-6 * (double)bytes, cudaGetErrorString(error));
     }
     zero_memory_add(&mlp->memory, ZERO_MEMORY_ACTIVATIONS, bytes);
     return zero_ok();
@@ -128,7 +131,8 @@ static ZeroResult upload(const Mlp* mlp, void* to, float* host, size_t count) {
             memcpy(&narrow[i], &half, sizeof(half));
         }
     }
-    ZERO_TRY_CUDA(cudaMemcpyAsync(to, host, count * zero_dtype_bytes(mlp->dtype), cudaMemcpyHostToDevice, mlp->stream));
+    ZERO_TRY_CUDA(
+        cudaMemcpyAsync(to, host, count * zero_dtype_bytes(mlp->dtype), cudaMemcpyHostToDevice, mlp->stream));
     ZERO_TRY_CUDA(cudaStreamSynchronize(mlp->stream));
     return zero_ok();
 }
@@ -142,8 +146,8 @@ static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
     for (int s = 0; s < mlp->layout.segments_count && result.code == ZERO_OK; s++) {
         const ZeroSegment* segment = &mlp->layout.segments[s];
         torch_uniform(random, host, segment->count, bound);
-        result = upload(mlp, (char*)mlp->zero.params + segment->flat_offset * zero_dtype_bytes(mlp->dtype), host,
-                        segment->count);
+        result = upload(mlp, (char*)mlp->zero.params + segment->flat_offset * zero_dtype_bytes(mlp->dtype),
+                        host, segment->count);
     }
     free(host);
     return result;
@@ -155,7 +159,8 @@ static ZeroResult mlp_draw_data(Mlp* mlp, TorchRandom* random) {
     if (mlp->options->data == DATA_OWN) torch_seed(random, 1000u + (uint32_t)mlp->world->rank);
     ZeroResult result = zero_ok();
     float* host = (float*)malloc(mlp->row_count * sizeof(float));
-    if (!host) return zero_error(ZERO_ERROR_MEMORY, "-b %lld: no host memory for a batch", mlp->options->batch);
+    if (!host)
+        return zero_error(ZERO_ERROR_MEMORY, "-b %lld: no host memory for a batch", mlp->options->batch);
     for (size_t row = 0; row < 2 * data_sets(mlp) && result.code == ZERO_OK; row++) {
         torch_normal(random, host, mlp->row_count);
         result = upload(mlp, row_at(mlp, mlp->data, row), host, mlp->row_count);
@@ -202,7 +207,8 @@ static ZeroResult mlp_create(Mlp* mlp, const Options* o, ZeroWorld* world, PeakB
     ZERO_TRY(mlp_check_memory(mlp));
     ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&mlp->stream, cudaStreamNonBlocking));
 
-    ZERO_TRY(zero_init(&mlp->zero, &config, &mlp->layout, world->rank, world->comm, mlp->stream, &mlp->memory));
+    ZERO_TRY(
+        zero_init(&mlp->zero, &config, &mlp->layout, world->rank, world->comm, mlp->stream, &mlp->memory));
     ZERO_TRY(zero_alloc_params(&mlp->zero, NULL));
     torch_seed(&random, (uint32_t)o->seed);
     ZERO_TRY(mlp_initialise(mlp, &random));
@@ -212,18 +218,22 @@ static ZeroResult mlp_create(Mlp* mlp, const Options* o, ZeroWorld* world, PeakB
     ZERO_TRY(zero_alloc_state(&mlp->zero));
 
     ZERO_TRY(mlp_allocate(mlp, &mlp->data, "data", 2 * data_sets(mlp) * mlp->row_stride * bytes));
-    ZERO_TRY(mlp_allocate(mlp, &mlp->activations, "activations", (size_t)mlp->layers * mlp->row_stride * bytes));
+    ZERO_TRY(
+        mlp_allocate(mlp, &mlp->activations, "activations", (size_t)mlp->layers * mlp->row_stride * bytes));
     ZERO_TRY(mlp_allocate(mlp, &mlp->row_grads, "activation gradients", 2 * mlp->row_stride * bytes));
     ZERO_TRY(mlp_allocate(mlp, &mlp->workspace, "cuBLASLt's workspace", WORKSPACE_BYTES));
     ZERO_TRY(mlp_allocate(mlp, (void**)&mlp->loss, "loss", loss_bytes()));
-    ZERO_TRY(linear_create(&mlp->linear, mlp->dtype, (int)o->batch, (int)o->width, mlp->workspace, mlp->stream));
+    ZERO_TRY(
+        linear_create(&mlp->linear, mlp->dtype, (int)o->batch, (int)o->width, mlp->workspace, mlp->stream));
     zero_attach(&mlp->zero, mlp->loss);
     return mlp_draw_data(mlp, &random);
 }
 
 // ----------------------------------------------------------------------------- one step
 
-static void* layer_input(const Mlp* mlp, void* x, int l) { return l == 0 ? x : row_at(mlp, mlp->activations, (size_t)l - 1); }
+static void* layer_input(const Mlp* mlp, void* x, int l) {
+    return l == 0 ? x : row_at(mlp, mlp->activations, (size_t)l - 1);
+}
 
 static ZeroResult mlp_forward(Mlp* mlp, void* x) {
     const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
@@ -245,8 +255,9 @@ static ZeroResult mlp_backward(Mlp* mlp, void* x) {
         int add;
         ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
         ZERO_TRY(zero_grads_acquire(&mlp->zero, l, &weight_grad, &add));
-        ZERO_TRY(linear_backward(&mlp->linear, layer_input(mlp, x, l), weight, row_at(mlp, mlp->row_grads, (size_t)l % 2),
-                                 weight_grad, (char*)weight_grad + bias_offset,
+        ZERO_TRY(linear_backward(&mlp->linear, layer_input(mlp, x, l), weight,
+                                 row_at(mlp, mlp->row_grads, (size_t)l % 2), weight_grad,
+                                 (char*)weight_grad + bias_offset,
                                  l > 0 ? row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2) : NULL, add));
         ZERO_TRY(zero_grads_ready(&mlp->zero, l));
         ZERO_TRY(zero_params_release(&mlp->zero, l));
@@ -261,14 +272,14 @@ static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
     if (o->data == DATA_SPLIT) {
         const long long micros_before = mlp->steps_done * mlp->micros + micro;
         const long long first = (micros_before * mlp->world->ranks + mlp->world->rank) * o->batch;
-        ZERO_TRY(data_split(mlp->dtype, x, y, (int)o->batch, (int)o->width, (uint64_t)o->seed, (uint64_t)first,
-                            mlp->stream));
+        ZERO_TRY(data_split(mlp->dtype, x, y, (int)o->batch, (int)o->width, (uint64_t)o->seed,
+                            (uint64_t)first, mlp->stream));
     }
     ZERO_TRY(zero_begin(&mlp->zero, micro, mlp->micros, 1.0 / mlp->micros));
     ZERO_TRY(mlp_forward(mlp, x));
     ZERO_TRY(loss_run(mlp->dtype, row_at(mlp, mlp->activations, (size_t)mlp->layers - 1), y,
-                      row_at(mlp, mlp->row_grads, (size_t)(mlp->layers - 1) % 2), mlp->row_count, micro, mlp->micros,
-                      mlp->loss, mlp->stream));
+                      row_at(mlp, mlp->row_grads, (size_t)(mlp->layers - 1) % 2), mlp->row_count, micro,
+                      mlp->micros, mlp->loss, mlp->stream));
     return mlp_backward(mlp, x);
 }
 
@@ -280,7 +291,8 @@ static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
     ZERO_TRY(zero_grad_norm(&mlp->zero, &norm));
     ZERO_TRY(zero_update(&mlp->zero, mlp->options->lr));
     peaks->after_update = mlp->memory.peak_bytes;
-    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream)); // not for the gathers: those run on under the next forward
+    ZERO_TRY(
+        zero_world_wait(mlp->world, mlp->stream)); // not for the gathers: those run on under the next forward
     ZERO_TRY(zero_report(&mlp->zero, report));
     mlp->steps_done++;
     return zero_ok();
@@ -298,7 +310,8 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
     for (long long step = 1; step <= mlp->options->steps; step++) {
         const double start_ms = now_ms();
         ZERO_TRY(mlp_step(mlp, last, peaks));
-        ZERO_TRY(report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
+        ZERO_TRY(
+            report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
     }
     return zero_ok();
 }
@@ -316,33 +329,41 @@ static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* mine) {
     result = zero_world_gather(world, mine, sizeof(*mine), all);
     for (int r = 1; r < world->ranks && result.code == ZERO_OK; r++)
         if (all[r].hash != all[0].hash)
-            result = zero_error(ZERO_ERROR_REPLICAS, "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
+            result = zero_error(ZERO_ERROR_REPLICAS,
+                                "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
                                 (unsigned long long)all[0].hash, (unsigned long long)all[r].hash, r);
     free(all);
     return result;
 }
 
-static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDigest* digest, const ZeroReport* last) {
-    printf("peak memory, MB: parameters %.1f | gradients %.1f | before the update %.1f | after the update %.1f\n",
+static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDigest* digest,
+                         const ZeroReport* last) {
+    printf("peak memory, MB: parameters %.1f | gradients %.1f | before the update %.1f | after the update "
+           "%.1f\n",
            1e-6 * (double)peaks->params, 1e-6 * (double)peaks->grads, 1e-6 * (double)peaks->before_update,
            1e-6 * (double)peaks->after_update);
     printf("optimizer state, MB per rank: %.3f (stage %lld, %d ranks)\n",
            1e-6 * (double)mlp->memory.held_bytes[ZERO_MEMORY_STATE], mlp->options->stage, mlp->world->ranks);
     if (last->skipped) printf("skipped steps: %llu\n", (unsigned long long)last->skipped);
     printf("params sum is: %.10f\n", digest->sum);
-    printf("params hash: %016llx (the same on %d rank%s)\n", (unsigned long long)digest->hash, mlp->world->ranks,
-           mlp->world->ranks == 1 ? "" : "s");
+    printf("params hash: %016llx (the same on %d rank%s)\n", (unsigned long long)digest->hash,
+           mlp->world->ranks, mlp->world->ranks == 1 ? "" : "s");
 }
 
 static void print_header(const Mlp* mlp) {
     const Options* o = mlp->options;
-    printf("train_mlp: %d x Linear(%zu, %zu), %zu parameters, %s%s, %s, stage %lld, %d ranks, batch %lld x %d micro-steps, "
-           "%d buckets\n", mlp->layers, mlp->width, mlp->width, zero_model_count(&mlp->layout), zero_dtype_name(mlp->dtype),
+    printf("train_mlp: %d x Linear(%zu, %zu), %zu parameters, %s%s, %s, stage %lld, %d ranks, batch %lld x "
+           "%d micro-steps, "
+           "%d buckets\n",
+           mlp->layers, mlp->width, mlp->width, zero_model_count(&mlp->layout), zero_dtype_name(mlp->dtype),
            mlp->dtype == ZERO_BF16 ? (o->masters ? " with fp32 masters" : " with stochastic rounding") : "",
-           o->algorithm == ZERO_ADAMW ? "AdamW" : o->algorithm == ZERO_ADAM ? "Adam" : "SGD", o->stage, mlp->world->ranks,
-           o->batch, mlp->micros, mlp->layout.buckets_count);
+           o->algorithm == ZERO_ADAMW  ? "AdamW"
+           : o->algorithm == ZERO_ADAM ? "Adam"
+                                       : "SGD",
+           o->stage, mlp->world->ranks, o->batch, mlp->micros, mlp->layout.buckets_count);
     if (mlp->dtype == ZERO_BF16 && mlp->micros > 1)
-        printf("warning: gradients of %d micro-steps add up in bf16 (8 bits): small ones are lost beside large sums\n",
+        printf("warning: gradients of %d micro-steps add up in bf16 (8 bits): small ones are lost beside "
+               "large sums\n",
                mlp->micros);
 }
 
@@ -357,14 +378,17 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     memset(&last, 0, sizeof(last));
     *fatal = 0;
     ZeroResult result = report_open(&report, o, world->rank == 0);
-    if (result.code == ZERO_OK) result = mlp_create(&mlp, o, world, &peaks);
-    else memset(&mlp, 0, sizeof(mlp));
+    if (result.code == ZERO_OK)
+        result = mlp_create(&mlp, o, world, &peaks);
+    else
+        memset(&mlp, 0, sizeof(mlp));
     result = zero_world_agree(world, result);
     if (result.code == ZERO_OK) {
         if (world->rank == 0) print_header(&mlp);
         result = train_steps(&mlp, &report, &peaks, &last);
         if (result.code == ZERO_OK) result = compare_ranks(&mlp, &digest);
-        *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA || result.code == ZERO_ERROR_SYSTEM;
+        *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA ||
+                 result.code == ZERO_ERROR_SYSTEM;
         if (*fatal) return result; // a stream may wait for a peer for ever: nothing is freed
         if (result.code == ZERO_OK && world->rank == 0) {
             print_result(&mlp, &peaks, &digest, &last);
@@ -386,9 +410,10 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
     if (!names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o.layers);
     memset(&world, 0, sizeof(world));
     memset(&mlp, 0, sizeof(mlp));
-    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; activations with -b %lld are extra\n", o.layers, o.width,
-           o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch);
-    printf("%5s %6s %12s %12s %12s %12s %12s\n", "stage", "ranks", "params", "gradients", "state", "scratch", "total");
+    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; activations with -b %lld are extra\n",
+           o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch);
+    printf("%5s %6s %12s %12s %12s %12s %12s\n", "stage", "ranks", "params", "gradients", "state", "scratch",
+           "total");
     ZeroResult result = zero_ok();
     for (int stage = 0; stage <= 1; stage++)
         for (int ranks = 1; ranks <= 1024 && result.code == ZERO_OK; ranks *= 2) {
@@ -398,9 +423,11 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
             result = mlp_layout(&mlp.layout, &o, ranks, names);
             if (result.code == ZERO_OK) result = mlp_plan(&mlp, 0, &plan);
             if (result.code == ZERO_OK)
-                printf("%5d %6d %12.3f %12.3f %12.3f %12.3f %12.3f%s\n", stage, ranks, 1e-6 * (double)plan.params_bytes,
-                       1e-6 * (double)plan.grads_bytes, 1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes,
-                       1e-6 * (double)zero_plan_total(&plan), stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
+                printf("%5d %6d %12.3f %12.3f %12.3f %12.3f %12.3f%s\n", stage, ranks,
+                       1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
+                       1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes,
+                       1e-6 * (double)zero_plan_total(&plan),
+                       stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
             zero_layout_free(&mlp.layout);
         }
     free(names);

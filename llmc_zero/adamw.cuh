@@ -17,9 +17,9 @@
 #include "grad_norm.cuh"
 
 typedef enum ZeroRounding {
-    ZERO_ROUND_NONE = 0,   /* fp32 params are their own masters */
-    ZERO_ROUND_MASTERS,    /* bf16 params, rounded to nearest from fp32 masters */
-    ZERO_ROUND_STOCHASTIC  /* bf16 params without masters */
+    ZERO_ROUND_NONE = 0,  /* fp32 params are their own masters */
+    ZERO_ROUND_MASTERS,   /* bf16 params, rounded to nearest from fp32 masters */
+    ZERO_ROUND_STOCHASTIC /* bf16 params without masters */
 } ZeroRounding;
 
 /* Settings of an update, as the kernel wants them. */
@@ -58,8 +58,8 @@ typedef struct ZeroUpdate {
 /* What is the same for all elements of a chunk. */
 typedef struct ZeroFactors {
     float grad_factor;
-    float decay;        /* AdamW: lr * decay, off p; Adam and SGD: the L2 factor, into g */
-    float step_size;    /* Adam(W): lr / (1 - beta1^t); SGD: lr */
+    float decay;     /* AdamW: lr * decay, off p; Adam and SGD: the L2 factor, into g */
+    float step_size; /* Adam(W): lr / (1 - beta1^t); SGD: lr */
     float bias2_sqrt;
 } ZeroFactors;
 
@@ -70,8 +70,8 @@ static __device__ __forceinline__ float zero_lerp(float a, float b, float w) {
 }
 
 /* p -= (lr/bc1) * m / (sqrt(v)/sqrt(bc2) + eps), after m and v took g in. `g` is scaled (and has its L2 term). */
-static __device__ __forceinline__ float zero_adam_step(float p, float g, float* m, float* v, const ZeroHyper& h,
-                                                       const ZeroFactors& f) {
+static __device__ __forceinline__ float zero_adam_step(float p, float g, float* m, float* v,
+                                                       const ZeroHyper& h, const ZeroFactors& f) {
     float denominator;
     *m = zero_lerp(*m, g, h.beta1_complement);
     *v = zero_lerp(*v, __fmul_rn(g, g), h.beta2_complement);
@@ -92,7 +92,8 @@ static __device__ __forceinline__ float zero_adam(float p, float g, float* m, fl
 }
 
 /* SGD: m = mu * m + g, p -= lr * m (no dampening, no Nesterov; L2 decay). */
-static __device__ __forceinline__ float zero_sgd(float p, float g, float* m, const ZeroHyper& h, const ZeroFactors& f) {
+static __device__ __forceinline__ float zero_sgd(float p, float g, float* m, const ZeroHyper& h,
+                                                 const ZeroFactors& f) {
     *m = __fmaf_rn(h.momentum, *m, __fmaf_rn(f.decay, p, __fmul_rn(g, f.grad_factor)));
     return __fmaf_rn(-f.step_size, *m, p);
 }
@@ -128,8 +129,8 @@ static __device__ __forceinline__ ZeroFactors zero_factors(const ZeroChunk& chun
 }
 
 template <int kCount>
-static __device__ __forceinline__ void zero_store_rounded(float* params, const float (&p)[kCount], ZeroRounding,
-                                                          const ZeroScalars&, uint64_t) {
+static __device__ __forceinline__ void zero_store_rounded(float* params, const float (&p)[kCount],
+                                                          ZeroRounding, const ZeroScalars&, uint64_t) {
     zero_store(params, p);
 }
 template <int kCount>
@@ -154,8 +155,10 @@ static __device__ __forceinline__ void zero_update_elements(const ZeroUpdate& u,
     Param* params = (Param*)u.params + flat;
     float p[kCount], g[kCount], m[kCount] = {}, v[kCount] = {};
     zero_load((const Param*)u.grads + flat, g);
-    if constexpr (kRounding == ZERO_ROUND_MASTERS) zero_load(u.masters + state, p);
-    else zero_load(params, p);
+    if constexpr (kRounding == ZERO_ROUND_MASTERS)
+        zero_load(u.masters + state, p);
+    else
+        zero_load(params, p);
     if (has_m) zero_load(u.exp_avg + state, m);
     if constexpr (kAlgorithm != ZERO_SGD) zero_load(u.exp_avg_sq + state, v);
     for (int k = 0; k < kCount; k++) {
@@ -171,7 +174,7 @@ static __device__ __forceinline__ void zero_update_elements(const ZeroUpdate& u,
 
 template <ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-zero_update_kernel(const ZeroUpdate u, const ZeroHyper h, size_t chunk_first, int aligned) {
+    zero_update_kernel(const ZeroUpdate u, const ZeroHyper h, size_t chunk_first, int aligned) {
     const ZeroScalars& s = *u.scalars;
     if (s.skip) return;
     const ZeroChunk& chunk = u.chunks[chunk_first + blockIdx.x];
@@ -181,7 +184,8 @@ zero_update_kernel(const ZeroUpdate u, const ZeroHyper h, size_t chunk_first, in
     for (uint32_t i = threadIdx.x; i < vectors; i += ZERO_BLOCK_THREADS)
         zero_update_elements<4, kAlgorithm, kRounding, Param>(u, chunk, s, h, f, head + 4 * i);
     for (uint32_t i = threadIdx.x; i < chunk.count - 4 * vectors; i += ZERO_BLOCK_THREADS)
-        zero_update_elements<1, kAlgorithm, kRounding, Param>(u, chunk, s, h, f, i < head ? i : i + 4 * vectors);
+        zero_update_elements<1, kAlgorithm, kRounding, Param>(u, chunk, s, h, f,
+                                                              i < head ? i : i + 4 * vectors);
 }
 
 /* ------------------------------------------------------------------ launcher, checked entry */
@@ -190,13 +194,14 @@ template <ZeroAlgorithm kAlgorithm>
 static inline ZeroResult zero_update_dispatch(const ZeroUpdate& u, const ZeroHyper& hyper, size_t chunk_first,
                                               cudaLaunchConfig_t* config, int aligned) {
     if (u.dtype == ZERO_FP32) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_NONE, float>, u, hyper,
-                                         chunk_first, aligned));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_NONE, float>, u,
+                                         hyper, chunk_first, aligned));
     } else if (u.masters) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_MASTERS, ZeroBf16>, u, hyper,
-                                         chunk_first, aligned));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_MASTERS, ZeroBf16>,
+                                         u, hyper, chunk_first, aligned));
     } else {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_STOCHASTIC, ZeroBf16>, u,
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(config,
+                                         zero_update_kernel<kAlgorithm, ZERO_ROUND_STOCHASTIC, ZeroBf16>, u,
                                          hyper, chunk_first, aligned));
     }
     return zero_ok();
@@ -208,15 +213,19 @@ static inline ZeroResult zero_update_launch(const ZeroUpdate* u, const ZeroHyper
     cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, stream);
     const size_t bytes = zero_dtype_bytes(u->dtype);
     int aligned = zero_is_aligned(u->params, bytes) && zero_is_aligned(u->grads, bytes) &&
-                  zero_is_aligned(u->masters, 4) && zero_is_aligned(u->exp_avg, 4) && zero_is_aligned(u->exp_avg_sq, 4);
+                  zero_is_aligned(u->masters, 4) && zero_is_aligned(u->exp_avg, 4) &&
+                  zero_is_aligned(u->exp_avg_sq, 4);
     if (chunks_count > 0x7fffffffu)
-        return zero_error(ZERO_ERROR_ARGUMENT, "%zu chunks in one launch; a grid has at most 2147483647 blocks: use "
-                          "smaller buckets", chunks_count);
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "%zu chunks in one launch; a grid has at most 2147483647 blocks: use "
+                          "smaller buckets",
+                          chunks_count);
     if (u->algorithm != ZERO_SGD && (!u->exp_avg || !u->exp_avg_sq))
         return zero_error(ZERO_ERROR_ARGUMENT, "Adam and AdamW need exp_avg and exp_avg_sq");
     if (u->algorithm == ZERO_SGD && hyper->momentum != 0.0f && !u->exp_avg)
         return zero_error(ZERO_ERROR_ARGUMENT, "SGD with momentum %g needs exp_avg", (double)hyper->momentum);
-    if (chunks_count == 0) return zero_ok(); /* behind the checks: a rank that owns nothing finds the same errors */
+    if (chunks_count == 0)
+        return zero_ok(); /* behind the checks: a rank that owns nothing finds the same errors */
     switch (u->algorithm) {
     case ZERO_ADAMW: return zero_update_dispatch<ZERO_ADAMW>(*u, *hyper, chunk_first, &config, aligned);
     case ZERO_ADAM: return zero_update_dispatch<ZERO_ADAM>(*u, *hyper, chunk_first, &config, aligned);

@@ -47,7 +47,8 @@ static inline ZeroResult zero_ok(void) {
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-static inline ZeroResult zero_error(ZeroCode code, const char* format, ...) {
+static inline ZeroResult
+zero_error(ZeroCode code, const char* format, ...) {
     ZeroResult result;
     va_list arguments;
     result.code = code;
@@ -59,28 +60,30 @@ static inline ZeroResult zero_error(ZeroCode code, const char* format, ...) {
 
 /* Returns from the calling function with the result of `call` unless it is ZERO_OK. Where something has to be
    freed first, call, look at .code and free; there is no hidden goto. */
-#define ZERO_TRY(call)                                         \
-    do {                                                       \
-        ZeroResult zero_try_result = (call);                   \
+#define ZERO_TRY(call)                                               \
+    do {                                                             \
+        ZeroResult zero_try_result = (call);                         \
         if (zero_try_result.code != ZERO_OK) return zero_try_result; \
     } while (0)
 
 /* The same for calls of the CUDA runtime (cudaError_t) and of NCCL (ncclResult_t); they need its header only
    where they are used. */
-#define ZERO_TRY_CUDA(call)                                                                              \
-    do {                                                                                                 \
-        cudaError_t zero_try_cuda = (call);                                                              \
-        if (zero_try_cuda != cudaSuccess)                                                                \
-            return zero_error(zero_try_cuda == cudaErrorMemoryAllocation ? ZERO_ERROR_MEMORY : ZERO_ERROR_CUDA, \
-                              "%s: %s (%s:%d)", #call, cudaGetErrorString(zero_try_cuda), __FILE__, __LINE__);   \
+#define ZERO_TRY_CUDA(call)                                                                       \
+    do {                                                                                          \
+        cudaError_t zero_try_cuda = (call);                                                       \
+        if (zero_try_cuda != cudaSuccess)                                                         \
+            return zero_error(                                                                    \
+                zero_try_cuda == cudaErrorMemoryAllocation ? ZERO_ERROR_MEMORY : ZERO_ERROR_CUDA, \
+                "%s: %s (%s:%d)", #call, cudaGetErrorString(zero_try_cuda), __FILE__, __LINE__);  \
     } while (0)
 
-#define ZERO_TRY_NCCL(call)                                                                       \
-    do {                                                                                          \
-        ncclResult_t zero_try_nccl = (call);                                                      \
-        if (zero_try_nccl != ncclSuccess && zero_try_nccl != ncclInProgress)                      \
-            return zero_error(ZERO_ERROR_NCCL, "%s: %s: %s (%s:%d)", #call,                       \
-                              ncclGetErrorString(zero_try_nccl), ncclGetLastError(NULL), __FILE__, __LINE__); \
+#define ZERO_TRY_NCCL(call)                                                                        \
+    do {                                                                                           \
+        ncclResult_t zero_try_nccl = (call);                                                       \
+        if (zero_try_nccl != ncclSuccess && zero_try_nccl != ncclInProgress)                       \
+            return zero_error(ZERO_ERROR_NCCL, "%s: %s: %s (%s:%d)", #call,                        \
+                              ncclGetErrorString(zero_try_nccl), ncclGetLastError(NULL), __FILE__, \
+                              __LINE__);                                                           \
     } while (0)
 
 #endif /* LLMC_ZERO_CHECK_CUH_INCLUDED */

@@ -17,7 +17,8 @@
    A communicator that the host framework uses too may be shared: the same calls in the same order on every rank.
 
    defines: ZeroNcclComm, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_reduce, zero_comm_wait_reduced,
-            zero_comm_gather_sums, zero_comm_gather, zero_comm_wait_gathered, zero_wait_event, zero_clock_*
+            zero_comm_gather_sums, zero_comm_gather, zero_comm_wait_gathered, zero_comm_drain, zero_wait_event,
+            zero_clock_mark, zero_clock_read
 */
 #ifndef LLMC_ZERO_COLLECTIVES_CUH_INCLUDED
 #define LLMC_ZERO_COLLECTIVES_CUH_INCLUDED
@@ -144,10 +145,24 @@ static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
 #endif
         clock_gettime(CLOCK_MONOTONIC, &now);
         if ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) > c->timeout_s)
-            return zero_error(ZERO_ERROR_NCCL, "rank %d of %d waited %.0f s for the device: a peer is gone or stuck; "
-                              "end all ranks and resume", c->rank, c->ranks, c->timeout_s);
+            return zero_error(ZERO_ERROR_NCCL,
+                              "rank %d of %d waited %.0f s for the device: a peer is gone or stuck; "
+                              "end all ranks and resume",
+                              c->rank, c->ranks, c->timeout_s);
         if (++polls > 1000) sched_yield();
     }
+}
+
+/* Waits until both streams are done, with the same limit. */
+static inline ZeroResult zero_comm_drain(ZeroComm* c) {
+    if (c->ranks == 1 || !c->stream) { /* no peer to wait for */
+        ZERO_TRY_CUDA(cudaStreamSynchronize(c->compute));
+        return zero_ok();
+    }
+    ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
+    ZERO_TRY(zero_wait_event(c, c->to_comm));
+    ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->stream));
+    return zero_wait_event(c, c->to_comm);
 }
 
 /* Milliseconds that the compute stream stood still for collectives since the last call; waits for the last mark. */
@@ -177,7 +192,9 @@ static inline ZeroResult zero_comm_wait_gathered(ZeroComm*, int) { return zero_o
 
 #else
 
-static inline ncclDataType_t zero_nccl_type(ZeroDtype dtype) { return dtype == ZERO_BF16 ? ncclBfloat16 : ncclFloat; }
+static inline ncclDataType_t zero_nccl_type(ZeroDtype dtype) {
+    return dtype == ZERO_BF16 ? ncclBfloat16 : ncclFloat;
+}
 
 /* Where a bucket, and this rank's slice of it, lie in a flat buffer. Equal counts on all ranks (A7), own address at
    base + rank * count (C9). */
@@ -200,7 +217,8 @@ static inline ZeroBucketView zero_view_bucket(const ZeroComm* c, int b, void* fl
 /* Sums a bucket of gradients over the ranks, in place, behind what the compute stream has done so far (E1): the own
    slice, or with everywhere = 1 (stage 0) the whole bucket. The reduce-scatter is the same in all stages, so that
    stage 0 sees the same bits as stage 1; together with the gather it moves what a ring all-reduce moves. */
-static inline ZeroResult zero_comm_reduce(ZeroComm* c, int b, void* grads, ZeroReduction reduction, int everywhere) {
+static inline ZeroResult zero_comm_reduce(ZeroComm* c, int b, void* grads, ZeroReduction reduction,
+                                          int everywhere) {
     ncclDataType_t type = zero_nccl_type(c->layout->dtype);
     ZeroBucketView g;
     if (c->ranks == 1) return zero_ok();
@@ -212,7 +230,8 @@ static inline ZeroResult zero_comm_reduce(ZeroComm* c, int b, void* grads, ZeroR
         ZERO_TRY_NCCL(ncclAllReduce(g.bucket, g.bucket, g.bucket_count, type, ncclSum, c->comm, c->stream));
     } else {
         ZERO_TRY_NCCL(ncclReduceScatter(g.bucket, g.slice, g.slice_count, type, ncclSum, c->comm, c->stream));
-        if (everywhere) ZERO_TRY_NCCL(ncclAllGather(g.slice, g.bucket, g.slice_count, type, c->comm, c->stream));
+        if (everywhere)
+            ZERO_TRY_NCCL(ncclAllGather(g.slice, g.bucket, g.slice_count, type, c->comm, c->stream));
     }
     return zero_clock_mark(c);
 }
@@ -247,7 +266,8 @@ static inline ZeroResult zero_comm_gather(ZeroComm* c, int b, void* params) {
     ZERO_TRY(zero_clock_mark(c));
     ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->stream, c->to_comm, 0)); /* E5 */
-    ZERO_TRY_NCCL(ncclAllGather(p.slice, p.bucket, p.slice_count, zero_nccl_type(c->layout->dtype), c->comm, c->stream));
+    ZERO_TRY_NCCL(ncclAllGather(p.slice, p.bucket, p.slice_count, zero_nccl_type(c->layout->dtype), c->comm,
+                                c->stream));
     ZERO_TRY_CUDA(cudaEventRecord(c->gathered[b], c->stream));
     c->gather_pending[b] = 1;
     return zero_clock_mark(c);

@@ -45,6 +45,7 @@ typedef struct ZeroStepSettings {
     double max_norm;   /* clip to this norm; 0: do not clip */
     uint64_t seed;     /* of stochastic rounding */
     int ranks;
+    double norm_limit; /* a larger norm after clipping skips the step as if it were infinite; 0: none */
 } ZeroStepSettings;
 
 /* ------------------------------------------------------------------ elements, four or one at a time */
@@ -80,7 +81,9 @@ static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint3
 }
 /* one element: heads, tails and buffers that are not aligned */
 static __device__ __forceinline__ void zero_load(const float* from, float (&x)[1]) { x[0] = *from; }
-static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x)[1]) { x[0] = zero_from_bf16(from->bits); }
+static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x)[1]) {
+    x[0] = zero_from_bf16(from->bits);
+}
 static __device__ __forceinline__ void zero_store(float* to, const float (&x)[1]) { *to = x[0]; }
 static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint32_t (&bits)[1]) {
     to->bits = (uint16_t)bits[0];
@@ -118,7 +121,8 @@ static __device__ __forceinline__ double zero_block_sum(double value) {
     __syncthreads();
     if (threadIdx.x < 32) {
         for (unsigned i = threadIdx.x; i < ZERO_BLOCK_THREADS; i += 32) sum += values[i];
-        for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
+        for (int distance = 16; distance > 0; distance /= 2)
+            sum += __shfl_down_sync(0xffffffffu, sum, distance);
     }
     return sum;
 }
@@ -134,8 +138,8 @@ static __device__ __forceinline__ double zero_add_squares(const Grad* grads, dou
 /* Block b adds up the chunks from b * chunks / blocks to (b + 1) * chunks / blocks. */
 template <typename Grad>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-zero_norm_partials_kernel(const ZeroChunk* chunks, size_t chunks_count, const Grad* grads, int aligned,
-                          double* partials) {
+    zero_norm_partials_kernel(const ZeroChunk* chunks, size_t chunks_count, const Grad* grads, int aligned,
+                              double* partials) {
     size_t first = (size_t)blockIdx.x * chunks_count / gridDim.x;
     size_t last = ((size_t)blockIdx.x + 1) * chunks_count / gridDim.x;
     double sum = 0.0;
@@ -155,7 +159,8 @@ zero_norm_partials_kernel(const ZeroChunk* chunks, size_t chunks_count, const Gr
 
 template <typename Passenger>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger, double* own) {
+    zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger,
+                         double* own) {
     double sum = 0.0;
     for (int i = (int)threadIdx.x; i < partials_count; i += ZERO_BLOCK_THREADS) sum += partials[i];
     sum = zero_block_sum(sum);
@@ -193,13 +198,16 @@ static __device__ __forceinline__ void zero_prepare_update(ZeroScalars* s, const
    min(1, max_norm / (norm + 1e-6)). */
 template <typename Settings>
 static __global__ void zero_norm_finish_kernel(const double* sums, const Settings settings, ZeroScalars* s) {
+    const double limit = settings.norm_limit > 0.0 ? settings.norm_limit : 1.7976931348623157e308;
     double squares = 0.0, passenger = 0.0, norm, factor = settings.grad_scale;
     for (int r = 0; r < settings.ranks; r++) {
         squares += sums[2 * r];
         passenger += sums[2 * r + 1];
     }
     norm = sqrt(squares) * fabs(settings.grad_scale);
-    s->skip = !(squares <= 1.7976931348623157e308); /* true for inf and NaN */
+    if (settings.max_norm > 0.0 && settings.max_norm < norm + 1e-6)
+        factor *= settings.max_norm / (norm + 1e-6);
+    s->skip = !(sqrt(squares) * fabs(factor) <= limit); /* true for NaN too */
     s->passenger_sum = passenger;
     s->norm = (float)norm;
     if (s->skip) {
@@ -207,7 +215,6 @@ static __global__ void zero_norm_finish_kernel(const double* sums, const Setting
         s->skipped_in_row++;
         return;
     }
-    if (settings.max_norm > 0.0 && settings.max_norm < norm + 1e-6) factor *= settings.max_norm / (norm + 1e-6);
     s->grad_factor = (float)factor;
     s->skipped_in_row = 0;
     s->t++;
@@ -215,18 +222,14 @@ static __global__ void zero_norm_finish_kernel(const double* sums, const Setting
 }
 
 /* The caller drops the step that was just decided on. */
-template <typename Scalars>
-static __global__ void zero_skip_kernel(Scalars* s) {
+template <typename Scalars> static __global__ void zero_skip_kernel(Scalars* s) {
     if (s->skip) return; /* dropped already, and t not advanced */
     s->skip = 1;
     s->dropped++;
     s->t--;
 }
 
-template <typename Scalars>
-static __global__ void zero_set_t_kernel(Scalars* s, uint64_t t) {
-    s->t = t;
-}
+template <typename Scalars> static __global__ void zero_set_t_kernel(Scalars* s, uint64_t t) { s->t = t; }
 
 /* ------------------------------------------------------------------ checked entries */
 
@@ -234,11 +237,11 @@ static __global__ void zero_set_t_kernel(Scalars* s, uint64_t t) {
 typedef struct ZeroNorm {
     const ZeroChunk* chunks; /* this rank's chunk table */
     size_t chunks_count;
-    const void* grads;       /* flat, reduced in this rank's slices */
+    const void* grads; /* flat, reduced in this rank's slices */
     ZeroDtype grads_dtype;
-    double* partials;        /* min(chunks_count, ZERO_NORM_BLOCKS_MAX) */
-    double* own_sums;        /* 2: this rank's sum of squares and passenger, for the all-gather */
-    const double* all_sums;  /* 2 * ranks, in rank order; with one rank the same as own_sums */
+    double* partials;       /* min(chunks_count, ZERO_NORM_BLOCKS_MAX) */
+    double* own_sums;       /* 2: this rank's sum of squares and passenger, for the all-gather */
+    const double* all_sums; /* 2 * ranks, in rank order; with one rank the same as own_sums */
     ZeroScalars* scalars;
 } ZeroNorm;
 
@@ -252,11 +255,13 @@ static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t s
     int aligned = zero_is_aligned(norm->grads, zero_dtype_bytes(norm->grads_dtype));
     if (norm->chunks_count == 0) return zero_ok();
     if (norm->grads_dtype == ZERO_BF16) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<ZeroBf16>, norm->chunks, norm->chunks_count,
-                                         (const ZeroBf16*)norm->grads, aligned, norm->partials));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<ZeroBf16>, norm->chunks,
+                                         norm->chunks_count, (const ZeroBf16*)norm->grads, aligned,
+                                         norm->partials));
     } else {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<float>, norm->chunks, norm->chunks_count,
-                                         (const float*)norm->grads, aligned, norm->partials));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_partials_kernel<float>, norm->chunks,
+                                         norm->chunks_count, (const float*)norm->grads, aligned,
+                                         norm->partials));
     }
     return zero_ok();
 }
@@ -270,13 +275,16 @@ static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passe
 }
 
 /* Launch 3, once all_sums has arrived. grad_scale must fit into fp32: good gradients times inf would ruin the params. */
-static inline ZeroResult zero_norm_finish(const ZeroNorm* norm, const ZeroStepSettings* settings, cudaStream_t stream) {
+static inline ZeroResult zero_norm_finish(const ZeroNorm* norm, const ZeroStepSettings* settings,
+                                          cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
     if (!(settings->grad_scale >= -3.4e38 && settings->grad_scale <= 3.4e38) || !(settings->max_norm >= 0.0))
-        return zero_error(ZERO_ERROR_ARGUMENT, "grad_scale is %g and max_norm %g; |grad_scale| <= 3.4e38 and max_norm "
-                          ">= 0 are allowed", settings->grad_scale, settings->max_norm);
-    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_finish_kernel<ZeroStepSettings>, norm->all_sums, *settings,
-                                     norm->scalars));
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "grad_scale is %g and max_norm %g; |grad_scale| <= 3.4e38 and max_norm "
+                          ">= 0 are allowed",
+                          settings->grad_scale, settings->max_norm);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_finish_kernel<ZeroStepSettings>, norm->all_sums,
+                                     *settings, norm->scalars));
     return zero_ok();
 }
 

@@ -42,9 +42,9 @@
 
 #include "check.cuh"
 
-#define ZERO_ALIGN_BYTES 256        /* what cudaMalloc gives; whole sectors for NCCL and for vector accesses */
-#define ZERO_CHUNK_MAX_COUNT 4096   /* elements of a chunk = of one block of 256 threads */
-#define ZERO_BUCKETS_MAX 65536      /* each costs an event, a launch and two collectives a step */
+#define ZERO_ALIGN_BYTES 256      /* what cudaMalloc gives; whole sectors for NCCL and for vector accesses */
+#define ZERO_CHUNK_MAX_COUNT 2048 /* elements of a chunk = of one block of 256 threads */
+#define ZERO_BUCKETS_MAX 65536    /* each costs an event, a launch and two collectives a step */
 #define ZERO_COUNT_MAX (SIZE_MAX / 64) /* elements of a model, so that no number of bytes overflows */
 #define ZERO_ALL_RANKS (-1)
 
@@ -65,10 +65,11 @@ typedef struct ZeroSegment {
 
 typedef struct ZeroLayoutConfig {
     int ranks;
-    ZeroDtype dtype;      /* of params and gradients */
-    size_t bucket_bytes;  /* a bucket holds at most this many bytes of params (at least 256 a rank); 0: no limit */
-    int units_apart;      /* 1: a bucket never holds parts of two units */
-    int offsets_given;    /* 1: the caller's flat_offset stays as it is (any order, any gaps, no overlap) */
+    ZeroDtype dtype; /* of params and gradients */
+    size_t
+        bucket_bytes; /* a bucket holds at most this many bytes of params (at least 256 a rank); 0: no limit */
+    int units_apart; /* 1: a bucket never holds parts of two units (with offsets_given: as far as L3 allows) */
+    int offsets_given; /* 1: the caller's flat_offset stays as it is (any order, any gaps, no overlap) */
 } ZeroLayoutConfig;
 
 typedef struct ZeroBucket {
@@ -85,14 +86,14 @@ typedef struct ZeroLayout {
     size_t model_count;  /* elements of the model */
     size_t padded_count; /* elements of the flat buffer */
     int segments_count, units_count, buckets_count;
-    ZeroSegment* segments;    /* in the caller's order = model order */
-    int* by_offset;           /* segment numbers in order of flat offset, without those of length 0 */
+    ZeroSegment* segments; /* in the caller's order = model order */
+    int* by_offset;        /* segment numbers in order of flat offset, without those of length 0 */
     int by_offset_count;
-    size_t* unit_offset;      /* flat offset where each unit begins */
-    ZeroBucket* buckets;      /* in order of flat offset */
-    int* bucket_units;        /* see ZeroBucket */
-    int* unit_buckets;        /* unit_buckets[unit_buckets_first[u] .. unit_buckets_first[u + 1]): its buckets */
-    int* unit_buckets_first;  /* units_count + 1 numbers */
+    size_t* unit_offset; /* flat offset where each unit begins */
+    ZeroBucket* buckets; /* in order of flat offset */
+    int* bucket_units;   /* see ZeroBucket */
+    int* unit_buckets;   /* unit_buckets[unit_buckets_first[u] .. unit_buckets_first[u + 1]): its buckets */
+    int* unit_buckets_first; /* units_count + 1 numbers */
 } ZeroLayout;
 
 /* One block's work in the norm and the update: a piece of one segment in one bucket. */
@@ -193,13 +194,23 @@ static inline ZeroResult zero_check_segments(ZeroLayout* layout) {
     for (s = 0; s < layout->segments_count; s++) {
         ZeroSegment* segment = &layout->segments[s];
         if (segment->unit < 0 || segment->unit >= layout->segments_count)
-            return zero_error(ZERO_ERROR_ARGUMENT, "segment %d (%s) names unit %d; units are 0 .. %d (segments - 1)",
-                              s, zero_segment_name(layout, s), segment->unit, layout->segments_count - 1);
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "segment %d (%s) names unit %d; units are 0 .. %d (segments - 1)", s,
+                              zero_segment_name(layout, s), segment->unit, layout->segments_count - 1);
+        if (!(segment->lr_factor >= 0.0f && segment->lr_factor <= 3.4e38f) ||
+            !(segment->decay_factor >= 0.0f && segment->decay_factor <= 3.4e38f))
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "segment %d (%s) has lr_factor %g and decay_factor %g; 0 .. 3.4e38 "
+                              "are allowed",
+                              s, zero_segment_name(layout, s), (double)segment->lr_factor,
+                              (double)segment->decay_factor);
         if (segment->unit >= layout->units_count) layout->units_count = segment->unit + 1;
         segment->model_offset = model_count;
         if (segment->count > ZERO_COUNT_MAX - model_count)
-            return zero_error(ZERO_ERROR_ARGUMENT, "segment %d (%s) of %zu elements makes the model too large to "
-                              "address", s, zero_segment_name(layout, s), segment->count);
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "segment %d (%s) of %zu elements makes the model too large to "
+                              "address",
+                              s, zero_segment_name(layout, s), segment->count);
         model_count += segment->count;
     }
     layout->model_count = model_count;
@@ -207,7 +218,8 @@ static inline ZeroResult zero_check_segments(ZeroLayout* layout) {
 }
 
 /* Gives every segment its flat offset, unit after unit (L1). */
-static inline ZeroResult zero_place_segments(ZeroLayout* layout, ZeroSortKey* keys, size_t quantum, int units_apart) {
+static inline ZeroResult zero_place_segments(ZeroLayout* layout, ZeroSortKey* keys, size_t quantum,
+                                             int units_apart) {
     size_t end = 0;
     int i;
     zero_sort_segments(layout, keys, 1);
@@ -236,12 +248,14 @@ static inline ZeroResult zero_check_placement(ZeroLayout* layout, ZeroSortKey* k
         if (segment->flat_offset < *unit_offset) *unit_offset = segment->flat_offset;
         if (segment->count == 0) continue;
         if (segment->flat_offset < end)
-            return zero_error(ZERO_ERROR_ARGUMENT, "segment %d (%s) starts at %zu, inside segment %d that ends at %zu",
-                              keys[i].segment, zero_segment_name(layout, keys[i].segment), segment->flat_offset,
-                              layout->by_offset[layout->by_offset_count - 1], end);
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "segment %d (%s) starts at %zu, inside segment %d that ends at %zu",
+                              keys[i].segment, zero_segment_name(layout, keys[i].segment),
+                              segment->flat_offset, layout->by_offset[layout->by_offset_count - 1], end);
         if (segment->count > ZERO_COUNT_MAX || segment->flat_offset > ZERO_COUNT_MAX - segment->count)
-            return zero_error(ZERO_ERROR_ARGUMENT, "segment %d (%s) at offset %zu is out of reach", keys[i].segment,
-                              zero_segment_name(layout, keys[i].segment), segment->flat_offset);
+            return zero_error(ZERO_ERROR_ARGUMENT, "segment %d (%s) at offset %zu is out of reach",
+                              keys[i].segment, zero_segment_name(layout, keys[i].segment),
+                              segment->flat_offset);
         end = segment->flat_offset + segment->count;
         layout->by_offset[layout->by_offset_count++] = keys[i].segment;
     }
@@ -254,8 +268,8 @@ static inline ZeroResult zero_check_placement(ZeroLayout* layout, ZeroSortKey* k
 /* Cuts the flat buffer into buckets (L2, L3). With buckets = NULL it only counts them, and stops when there are more
    than ZERO_BUCKETS_MAX. With offsets given, a unit may begin anywhere; its bucket then begins at the last possible
    place before it. */
-static inline size_t zero_cut_buckets(const ZeroLayout* layout, size_t quantum, const ZeroLayoutConfig* config,
-                                      ZeroBucket* buckets) {
+static inline size_t zero_cut_buckets(const ZeroLayout* layout, size_t quantum,
+                                      const ZeroLayoutConfig* config, ZeroBucket* buckets) {
     size_t limit = SIZE_MAX, offset = 0, buckets_count = 0;
     int next = 0; /* into by_offset: the first segment that may begin a unit after `offset` */
     if (config->bucket_bytes > 0) {
@@ -343,7 +357,8 @@ static inline ZeroResult zero_relate_units(ZeroLayout* layout) {
     return zero_ok();
 }
 
-static inline ZeroResult zero_fill_layout(ZeroLayout* layout, const ZeroLayoutConfig* config, ZeroSortKey* keys) {
+static inline ZeroResult zero_fill_layout(ZeroLayout* layout, const ZeroLayoutConfig* config,
+                                          ZeroSortKey* keys) {
     size_t quantum = (size_t)config->ranks * layout->align, buckets_count;
     ZERO_TRY(zero_check_segments(layout));
     layout->by_offset = (int*)zero_alloc_array((size_t)layout->segments_count, sizeof(int));
@@ -354,10 +369,13 @@ static inline ZeroResult zero_fill_layout(ZeroLayout* layout, const ZeroLayoutCo
     ZERO_TRY(zero_check_placement(layout, keys, quantum));
     buckets_count = zero_cut_buckets(layout, quantum, config, NULL);
     if (buckets_count > ZERO_BUCKETS_MAX)
-        return zero_error(ZERO_ERROR_ARGUMENT, "buckets of %zu bytes cut %zu elements into more than %d buckets: ask "
-                          "for larger ones", config->bucket_bytes, layout->padded_count, ZERO_BUCKETS_MAX);
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "buckets of %zu bytes cut %zu elements into more than %d buckets: ask "
+                          "for larger ones",
+                          config->bucket_bytes, layout->padded_count, ZERO_BUCKETS_MAX);
     layout->buckets = (ZeroBucket*)zero_alloc_array(buckets_count, sizeof(ZeroBucket));
-    if (!layout->buckets) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu buckets", buckets_count);
+    if (!layout->buckets)
+        return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu buckets", buckets_count);
     layout->buckets_count = (int)zero_cut_buckets(layout, quantum, config, layout->buckets);
     return zero_relate_units(layout);
 }
@@ -368,11 +386,13 @@ static inline ZeroResult zero_layout(ZeroLayout* layout, const ZeroSegment* segm
     ZeroSortKey* keys;
     ZeroResult result;
     memset(layout, 0, sizeof(*layout));
-    if (config->ranks < 1) return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks; at least 1 is needed", config->ranks);
+    if (config->ranks < 1)
+        return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks; at least 1 is needed", config->ranks);
     if (segments_count < 0 || (segments_count > 0 && segments == NULL))
         return zero_error(ZERO_ERROR_ARGUMENT, "%d segments at %p", segments_count, (const void*)segments);
     if (config->dtype != ZERO_FP32 && config->dtype != ZERO_BF16)
-        return zero_error(ZERO_ERROR_ARGUMENT, "dtype %d; ZERO_FP32 (0) and ZERO_BF16 (1) are known", (int)config->dtype);
+        return zero_error(ZERO_ERROR_ARGUMENT, "dtype %d; ZERO_FP32 (0) and ZERO_BF16 (1) are known",
+                          (int)config->dtype);
     layout->ranks = config->ranks;
     layout->dtype = config->dtype;
     layout->align = ZERO_ALIGN_BYTES / zero_dtype_bytes(config->dtype);
@@ -380,7 +400,8 @@ static inline ZeroResult zero_layout(ZeroLayout* layout, const ZeroSegment* segm
     layout->segments = (ZeroSegment*)zero_alloc_array((size_t)segments_count, sizeof(ZeroSegment));
     keys = (ZeroSortKey*)zero_alloc_array((size_t)segments_count, sizeof(ZeroSortKey));
     if (layout->segments && keys) {
-        if (segments_count > 0) memcpy(layout->segments, segments, (size_t)segments_count * sizeof(ZeroSegment));
+        if (segments_count > 0)
+            memcpy(layout->segments, segments, (size_t)segments_count * sizeof(ZeroSegment));
         result = zero_fill_layout(layout, config, keys);
     } else {
         result = zero_error(ZERO_ERROR_MEMORY, "no host memory for %d segments", segments_count);
@@ -391,8 +412,8 @@ static inline ZeroResult zero_layout(ZeroLayout* layout, const ZeroSegment* segm
 }
 
 /* Appends the chunks of flat range [start, end), not empty, of one segment; with chunks == NULL it only counts. */
-static inline size_t zero_cut_chunks(const ZeroLayout* layout, int s, size_t start, size_t end, size_t state_shift,
-                                     size_t max_count, ZeroChunk* chunks) {
+static inline size_t zero_cut_chunks(const ZeroLayout* layout, int s, size_t start, size_t end,
+                                     size_t state_shift, size_t max_count, ZeroChunk* chunks) {
     const ZeroSegment* segment = &layout->segments[s];
     size_t chunks_count = 0;
     if (!chunks) return (end - start) / max_count + ((end - start) % max_count != 0);
@@ -442,14 +463,15 @@ static inline size_t zero_walk_chunks(const ZeroLayout* layout, int rank, size_t
      max_count     elements of a chunk at most; ZERO_CHUNK_MAX_COUNT for the kernels
      chunks        out: malloc'ed, the caller frees; never NULL on success
      bucket_first  out, buckets_count + 1 numbers: chunks [bucket_first[b], bucket_first[b + 1]) belong to bucket b */
-static inline ZeroResult zero_chunk_table(const ZeroLayout* layout, int rank, size_t max_count, ZeroChunk** chunks,
-                                          size_t* bucket_first) {
+static inline ZeroResult zero_chunk_table(const ZeroLayout* layout, int rank, size_t max_count,
+                                          ZeroChunk** chunks, size_t* bucket_first) {
     size_t chunks_count;
     *chunks = NULL;
     if (rank != ZERO_ALL_RANKS && (rank < 0 || rank >= layout->ranks))
         return zero_error(ZERO_ERROR_ARGUMENT, "rank %d; the layout has %d ranks", rank, layout->ranks);
     if (max_count < 1 || max_count > UINT32_MAX)
-        return zero_error(ZERO_ERROR_ARGUMENT, "chunks of %zu elements; 1 .. 4294967295 are possible", max_count);
+        return zero_error(ZERO_ERROR_ARGUMENT, "chunks of %zu elements; 1 .. 4294967295 are possible",
+                          max_count);
     chunks_count = zero_walk_chunks(layout, rank, max_count, NULL, bucket_first);
     *chunks = (ZeroChunk*)zero_alloc_array(chunks_count, sizeof(ZeroChunk));
     if (!*chunks) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu chunks", chunks_count);

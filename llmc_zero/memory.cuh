@@ -21,9 +21,9 @@
 typedef enum ZeroAlgorithm { ZERO_ADAMW = 0, ZERO_ADAM = 1, ZERO_SGD = 2 } ZeroAlgorithm;
 
 typedef enum ZeroReduction {
-    ZERO_REDUCE_NCCL = 0,  /* ncclReduceScatter in the gradients' type; stage 0 then gathers the sums */
-    ZERO_REDUCE_ORDERED,   /* not in this version */
-    ZERO_REDUCE_ALLREDUCE  /* ncclAllReduce, stage 0 only: the usual way, to compare with */
+    ZERO_REDUCE_NCCL = 0, /* ncclReduceScatter in the gradients' type; stage 0 then gathers the sums */
+    ZERO_REDUCE_ORDERED,  /* not in this version */
+    ZERO_REDUCE_ALLREDUCE /* ncclAllReduce, stage 0 only: the usual way, to compare with */
 } ZeroReduction;
 
 typedef enum ZeroAccumulation {
@@ -109,7 +109,8 @@ static inline size_t zero_state_count(const ZeroLayout* layout, int stage) {
 static inline size_t zero_scratch_bytes(const ZeroLayout* layout, int rank, int stage) {
     size_t own = zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, NULL, NULL);
     size_t all = stage == 0 && layout->ranks > 1
-                     ? zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL) : 0;
+                     ? zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL)
+                     : 0;
     size_t partials = own < ZERO_NORM_BLOCKS_MAX ? own : ZERO_NORM_BLOCKS_MAX;
     return (own + all) * sizeof(ZeroChunk) + partials * sizeof(double) + ZERO_SCALARS_BYTES +
            2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1);
@@ -122,11 +123,13 @@ static inline ZeroResult zero_plan(ZeroPlan* plan, const ZeroLayout* layout, con
     if (choice->stage != 0 && choice->stage != 1)
         return zero_error(ZERO_ERROR_ARGUMENT, "stage %d is not in this version; 0 and 1 are", choice->stage);
     if (choice->rank < 0 || choice->rank >= layout->ranks)
-        return zero_error(ZERO_ERROR_ARGUMENT, "rank %d; the layout has %d ranks", choice->rank, layout->ranks);
+        return zero_error(ZERO_ERROR_ARGUMENT, "rank %d; the layout has %d ranks", choice->rank,
+                          layout->ranks);
     plan->params_bytes = flat_bytes;
     plan->grads_bytes = flat_bytes;
-    plan->state_bytes = zero_state_count(layout, choice->stage) * sizeof(float) *
-                        (size_t)zero_state_arrays(choice->algorithm, choice->momentum, layout->dtype, choice->masters);
+    plan->state_bytes =
+        zero_state_count(layout, choice->stage) * sizeof(float) *
+        (size_t)zero_state_arrays(choice->algorithm, choice->momentum, layout->dtype, choice->masters);
     plan->scratch_bytes = zero_scratch_bytes(layout, choice->rank, choice->stage);
     return zero_ok();
 }

@@ -35,7 +35,7 @@
          zero_params_acquire (or zero_params_acquire_all).
      Z2  a bucket is reduced once a step, when the last of its units is ready in the last micro-step.
      Z3  params, m, v, masters and t change in zero_update only, and only if no rank saw a gradient that is not
-         finite; then on all ranks.
+         finite and the norm after clipping can be squared in fp32 (Adam: below 1.8e19); then on all ranks.
      Z4  the same calls give the same bits with overlap 0 and 1.
 
    defines: ZeroConfig, zero_config, ZeroOptimizer, ZeroReport, zero_init, zero_alloc_params, zero_alloc_grads,
@@ -54,14 +54,15 @@ typedef struct ZeroConfig {
     ZeroAlgorithm algorithm;
     ZeroReduction reduction;
     ZeroAccumulation accumulation;
-    int masters;        /* bf16: 1 keeps fp32 masters, 0 rounds stochastically; fp32: no difference */
-    int overlap;        /* 1: reduce during backward, gather during the next forward; 0: all at the end of the step */
-    int timing;         /* 1: zero_report tells how long the compute stream stood still for collectives */
+    int masters; /* bf16: 1 keeps fp32 masters, 0 rounds stochastically; fp32: no difference */
+    int overlap; /* 1: reduce during backward, gather during the next forward; 0: all at the end of the step */
+    int timing;  /* 1: zero_report tells how long the compute stream stood still for collectives */
     double beta1, beta2, eps, weight_decay, momentum;
-    double max_norm;    /* clip the global norm to this; 0: do not clip */
-    uint64_t seed;      /* of stochastic rounding; the same on all ranks */
-    uint64_t skip_limit; /* so many steps in a row with gradients that are not finite are an error; 0: never */
-    double timeout_s;   /* host waits end with an error after this */
+    double max_norm; /* clip the global norm to this; 0: do not clip */
+    uint64_t seed;   /* of stochastic rounding; the same on all ranks */
+    uint64_t
+        skip_limit;   /* so many steps in a row with gradients that are not finite are an error; 0: never */
+    double timeout_s; /* host waits end with an error after this */
 } ZeroConfig;
 
 static inline ZeroConfig zero_config(void) {
@@ -92,8 +93,8 @@ typedef struct ZeroOptimizer {
     ZeroComm comm;
     int rank, ranks;
     /* device buffers */
-    void* params; /* flat */
-    void* grads;  /* flat */
+    void* params;      /* flat */
+    void* grads;       /* flat */
     float* exp_avg;    /* m, zero_state_count elements; so are the next two. NULL where not kept */
     float* exp_avg_sq; /* v */
     float* masters;
@@ -103,7 +104,7 @@ typedef struct ZeroOptimizer {
     double* own_sums;
     double* all_sums;
     ZeroScalars* scalars;
-    int params_owned, grads_owned;
+    int params_owned, grads_owned, state_there;
     size_t chunks_count, all_chunks_count;
     size_t* bucket_chunks; /* host: chunks of bucket b in the update's table are [b] .. [b + 1] */
     /* what the host knows of the device, copied behind each norm */
@@ -122,29 +123,31 @@ typedef struct ZeroOptimizer {
 
 /* What became of the steps so far. */
 typedef struct ZeroReport {
-    uint64_t t;             /* updates applied */
-    uint64_t skipped;       /* steps dropped because a gradient was not finite */
+    uint64_t t;       /* updates applied */
+    uint64_t skipped; /* steps dropped because a gradient was not finite */
     uint64_t skipped_in_row;
-    uint64_t dropped;       /* steps dropped by zero_skip */
-    int skip;               /* the last step was one of either */
-    float norm;             /* of the last step, before clipping */
-    double passenger_sum;   /* zero_attach */
-    double exposed_ms;      /* compute stream stood still for collectives since the last report; needs timing */
+    uint64_t dropped;     /* steps dropped by zero_skip */
+    int skip;             /* the last step was one of either */
+    float norm;           /* of the last step, before clipping */
+    double passenger_sum; /* zero_attach */
+    double exposed_ms;    /* compute stream stood still for collectives since the last report; needs timing */
 } ZeroReport;
 
 /* ------------------------------------------------------------------ set up, tear down */
 
-static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what, size_t bytes,
-                                           void** pointer) {
+static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what,
+                                           size_t bytes, void** pointer) {
     cudaError_t error = cudaMalloc(pointer, bytes ? bytes : 1);
     if (error != cudaSuccess) {
         size_t free_bytes = 0, total_bytes = 0;
         *pointer = NULL;
         cudaGetLastError(); /* a refused allocation is reported here, not by the next call */
         cudaMemGetInfo(&free_bytes, &total_bytes);
-        return zero_error(ZERO_ERROR_MEMORY, "rank %d: %s needs %.1f MB of device memory, %.1f MB are free (%s): use "
-                          "more ranks, a smaller model or bf16", z->rank, what, 1e-6 * (double)bytes,
-                          1e-6 * (double)free_bytes, cudaGetErrorString(error));
+        return zero_error(ZERO_ERROR_MEMORY,
+                          "rank %d: %s needs %.1f MB of device memory, %.1f MB are free (%s): use "
+                          "more ranks, a smaller model or bf16",
+                          z->rank, what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes,
+                          cudaGetErrorString(error));
     }
     zero_memory_add(z->memory, kind, bytes);
     return zero_ok();
@@ -166,13 +169,16 @@ static inline size_t zero_partials_bytes(const ZeroOptimizer* z) {
     return sizeof(double) * (z->chunks_count < ZERO_NORM_BLOCKS_MAX ? z->chunks_count : ZERO_NORM_BLOCKS_MAX);
 }
 
-/* Waits for the work in flight (bounded by the time limit of a collective's own), frees what z allocated. Safe on a
-   z whose zero_init failed and on one that is all zero. */
+/* Waits for the work in flight, at most timeout_s, and frees what z allocated. If the streams do not come to an end (a
+   peer is gone), device memory is left to the end of the process, because cudaFree would wait for ever. Safe on a z
+   whose zero_init failed and on one that is all zero. */
 static inline void zero_free(ZeroOptimizer* z) {
     int i;
     if (z->layout == NULL) return;
-    cudaStreamSynchronize(z->comm.compute);
-    if (z->comm.stream) cudaStreamSynchronize(z->comm.stream);
+    if (zero_comm_drain(&z->comm).code == ZERO_ERROR_NCCL) {
+        memset(z, 0, sizeof(*z));
+        return;
+    }
     if (z->params_owned) zero_device_free(z, ZERO_MEMORY_PARAMS, zero_flat_bytes(z), z->params);
     if (z->grads_owned) zero_device_free(z, ZERO_MEMORY_GRADS, zero_flat_bytes(z), z->grads);
     zero_device_free(z, ZERO_MEMORY_STATE, zero_state_bytes(z), z->exp_avg);
@@ -182,7 +188,8 @@ static inline void zero_free(ZeroOptimizer* z) {
     zero_device_free(z, ZERO_MEMORY_SCRATCH, z->all_chunks_count * sizeof(ZeroChunk), z->all_chunks);
     zero_device_free(z, ZERO_MEMORY_SCRATCH, zero_partials_bytes(z), z->partials);
     zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double), z->own_sums);
-    if (z->ranks > 1) zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double) * (size_t)z->ranks, z->all_sums);
+    if (z->ranks > 1)
+        zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double) * (size_t)z->ranks, z->all_sums);
     zero_device_free(z, ZERO_MEMORY_SCRATCH, ZERO_SCALARS_BYTES, z->scalars);
     if (z->status) cudaFreeHost(z->status);
     for (i = 0; i < 2; i++)
@@ -196,8 +203,8 @@ static inline void zero_free(ZeroOptimizer* z) {
 }
 
 /* Builds a chunk table and puts it on the device. */
-static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChunk** device_chunks, size_t* count,
-                                            size_t* bucket_first) {
+static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChunk** device_chunks,
+                                            size_t* count, size_t* bucket_first) {
     ZeroChunk* chunks = NULL;
     ZeroResult result = zero_chunk_table(z->layout, rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_first);
     if (result.code != ZERO_OK) return result;
@@ -205,7 +212,8 @@ static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChun
     result = zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a chunk table", *count * sizeof(ZeroChunk),
                                (void**)device_chunks);
     if (result.code == ZERO_OK && *count > 0) {
-        cudaError_t error = cudaMemcpy(*device_chunks, chunks, *count * sizeof(ZeroChunk), cudaMemcpyHostToDevice);
+        cudaError_t error =
+            cudaMemcpy(*device_chunks, chunks, *count * sizeof(ZeroChunk), cudaMemcpyHostToDevice);
         if (error != cudaSuccess)
             result = zero_error(ZERO_ERROR_CUDA, "copying a chunk table: %s", cudaGetErrorString(error));
     }
@@ -213,11 +221,18 @@ static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChun
     return result;
 }
 
-static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout* layout, int rank, ZeroNcclComm comm) {
-    const struct { const char* name; double value, low, high; } ranges[] = {
-        {"beta1", c->beta1, 0.0, 1.0}, {"beta2", c->beta2, 0.0, 1.0}, {"momentum", c->momentum, 0.0, 1.0},
-        {"eps", c->eps, 0.0, 1e30},    {"weight_decay", c->weight_decay, 0.0, 1e30},
-        {"max_norm", c->max_norm, 0.0, 1e300}, {"timeout_s", c->timeout_s, 1e-3, 1e9}};
+static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout* layout, int rank,
+                                           ZeroNcclComm comm) {
+    const struct {
+        const char* name;
+        double value, low, high;
+    } ranges[] = {{"beta1", c->beta1, 0.0, 1.0},
+                  {"beta2", c->beta2, 0.0, 1.0},
+                  {"momentum", c->momentum, 0.0, 1.0},
+                  {"eps", c->eps, 0.0, 1e30},
+                  {"weight_decay", c->weight_decay, 0.0, 1e30},
+                  {"max_norm", c->max_norm, 0.0, 1e300},
+                  {"timeout_s", c->timeout_s, 1e-3, 1e9}};
     size_t i;
     if (c->stage != 0 && c->stage != 1)
         return zero_error(ZERO_ERROR_ARGUMENT, "stage %d is not in this version; 0 and 1 are", c->stage);
@@ -227,29 +242,34 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
         return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks and no communicator", layout->ranks);
 #ifdef ZERO_NO_NCCL
     if (layout->ranks > 1)
-        return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks, but this program was built with ZERO_NO_NCCL for one",
-                          layout->ranks);
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "%d ranks, but this program was built with ZERO_NO_NCCL for one", layout->ranks);
 #endif
+    if ((c->reduction != ZERO_REDUCE_NCCL && c->reduction != ZERO_REDUCE_ALLREDUCE) ||
+        c->accumulation != ZERO_ACCUMULATE_STEP)
+        return zero_error(ZERO_ERROR_ARGUMENT, "reduction %d with accumulation %d is not in this version",
+                          (int)c->reduction, (int)c->accumulation);
     if (layout->model_count == 0) return zero_error(ZERO_ERROR_ARGUMENT, "the model has no elements");
     if (c->algorithm != ZERO_ADAMW && c->algorithm != ZERO_ADAM && c->algorithm != ZERO_SGD)
         return zero_error(ZERO_ERROR_ARGUMENT, "algorithm %d is not known", (int)c->algorithm);
-    if (c->reduction == ZERO_REDUCE_ORDERED || c->accumulation == ZERO_ACCUMULATE_MICRO)
-        return zero_error(ZERO_ERROR_ARGUMENT, "reduction ordered and accumulation micro are not in this version");
     if (c->reduction == ZERO_REDUCE_ALLREDUCE && c->stage != 0)
-        return zero_error(ZERO_ERROR_ARGUMENT, "reduction allreduce works in stage 0 only, not in stage %d", c->stage);
+        return zero_error(ZERO_ERROR_ARGUMENT, "reduction allreduce works in stage 0 only, not in stage %d",
+                          c->stage);
     for (i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++)
         if (!(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high))
-            return zero_error(ZERO_ERROR_ARGUMENT, "%s is %g; %g .. %g are allowed", ranges[i].name, ranges[i].value,
-                              ranges[i].low, ranges[i].high);
-    if (c->algorithm != ZERO_SGD && (c->beta1 >= 1.0 || c->beta2 >= 1.0))
-        return zero_error(ZERO_ERROR_ARGUMENT, "betas %g and %g must be below 1", c->beta1, c->beta2);
+            return zero_error(ZERO_ERROR_ARGUMENT, "%s is %g; %g .. %g are allowed", ranges[i].name,
+                              ranges[i].value, ranges[i].low, ranges[i].high);
+    if (c->algorithm != ZERO_SGD && (c->beta1 >= 1.0 || c->beta2 >= 1.0 || c->eps < 1e-37))
+        return zero_error(ZERO_ERROR_ARGUMENT, "betas %g and %g must be below 1, eps %g at least 1e-37",
+                          c->beta1, c->beta2, c->eps);
     return zero_ok();
 }
 
 static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cudaStream_t compute) {
     const size_t buckets = (size_t)z->layout->buckets_count, units = (size_t)z->layout->units_count;
     int i, all = z->config.stage == 0 && z->ranks > 1;
-    ZERO_TRY(zero_comm_create(&z->comm, z->layout, z->rank, comm, compute, z->config.timeout_s, z->config.timing));
+    ZERO_TRY(
+        zero_comm_create(&z->comm, z->layout, z->rank, comm, compute, z->config.timeout_s, z->config.timing));
     z->bucket_chunks = (size_t*)zero_alloc_array(buckets + 1, sizeof(size_t));
     z->units = (ZeroUnitState*)zero_alloc_array(units, sizeof(ZeroUnitState));
     z->bucket_waits = (int*)zero_alloc_array(buckets, sizeof(int));
@@ -257,8 +277,11 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
     if (!z->bucket_chunks || !z->units || !z->bucket_waits || !z->bucket_reduced)
         return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu buckets and %zu units", buckets, units);
     ZERO_TRY(zero_upload_chunks(z, z->rank, &z->chunks, &z->chunks_count, z->bucket_chunks));
-    if (all) ZERO_TRY(zero_upload_chunks(z, ZERO_ALL_RANKS, &z->all_chunks, &z->all_chunks_count, z->bucket_chunks));
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "partial sums", zero_partials_bytes(z), (void**)&z->partials));
+    if (all)
+        ZERO_TRY(
+            zero_upload_chunks(z, ZERO_ALL_RANKS, &z->all_chunks, &z->all_chunks_count, z->bucket_chunks));
+    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "partial sums", zero_partials_bytes(z),
+                               (void**)&z->partials));
     ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a sum", 2 * sizeof(double), (void**)&z->own_sums));
     z->all_sums = z->own_sums;
     if (z->ranks > 1) {
@@ -270,14 +293,15 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
     ZERO_TRY_CUDA(cudaMemsetAsync(z->scalars, 0, ZERO_SCALARS_BYTES, compute));
     ZERO_TRY_CUDA(cudaMallocHost((void**)&z->status, 2 * sizeof(ZeroScalars)));
     memset(z->status, 0, 2 * sizeof(ZeroScalars));
-    for (i = 0; i < 2; i++) ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->status_copied[i], cudaEventDisableTiming));
+    for (i = 0; i < 2; i++)
+        ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->status_copied[i], cudaEventDisableTiming));
     return zero_ok();
 }
 
 /* layout: kept by reference. comm: of layout->ranks ranks, `rank` among them; NULL for one rank. compute: the stream
    that the caller's kernels run on. memory: counts what is allocated, or NULL. On an error z is empty. */
-static inline ZeroResult zero_init(ZeroOptimizer* z, const ZeroConfig* config, const ZeroLayout* layout, int rank,
-                                   ZeroNcclComm comm, cudaStream_t compute, ZeroMemory* memory) {
+static inline ZeroResult zero_init(ZeroOptimizer* z, const ZeroConfig* config, const ZeroLayout* layout,
+                                   int rank, ZeroNcclComm comm, cudaStream_t compute, ZeroMemory* memory) {
     ZeroResult result;
     memset(z, 0, sizeof(*z));
     ZERO_TRY(zero_check_config(config, layout, rank, comm));
@@ -294,8 +318,8 @@ static inline ZeroResult zero_init(ZeroOptimizer* z, const ZeroConfig* config, c
 }
 
 /* A flat buffer: the caller's (of zero_padded_count elements, checked for nothing but NULL), or a new one, zeroed. */
-static inline ZeroResult zero_take_buffer(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what, void* given,
-                                          void** buffer, int* owned) {
+static inline ZeroResult zero_take_buffer(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what,
+                                          void* given, void** buffer, int* owned) {
     if (*buffer) return zero_error(ZERO_ERROR_ORDER, "%s are there already", what);
     if (given) {
         *buffer = given;
@@ -324,7 +348,8 @@ static inline ZeroResult zero_alloc_grads(ZeroOptimizer* z, void* grads) {
         const ZeroSegment* segment = last ? NULL : &layout->segments[layout->by_offset[i]];
         size_t next = last ? layout->padded_count : segment->flat_offset;
         if (next > end)
-            ZERO_TRY_CUDA(cudaMemsetAsync((char*)grads + end * bytes, 0, (next - end) * bytes, z->comm.compute));
+            ZERO_TRY_CUDA(
+                cudaMemsetAsync((char*)grads + end * bytes, 0, (next - end) * bytes, z->comm.compute));
         if (!last) end = segment->flat_offset + segment->count;
     }
     return zero_ok();
@@ -332,7 +357,7 @@ static inline ZeroResult zero_alloc_grads(ZeroOptimizer* z, void* grads) {
 
 template <typename Master>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-zero_copy_masters_kernel(const ZeroChunk* chunks, const ZeroBf16* params, Master* masters) {
+    zero_copy_masters_kernel(const ZeroChunk* chunks, const ZeroBf16* params, Master* masters) {
     const ZeroChunk& chunk = chunks[blockIdx.x];
     for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
         masters[chunk.state_offset + i] = zero_from_bf16(params[chunk.flat_offset + i].bits);
@@ -363,12 +388,13 @@ static inline ZeroResult zero_alloc_state(ZeroOptimizer* z) {
                            z->layout->dtype == ZERO_BF16 && c->masters};
     int i;
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_alloc_state");
-    if (z->exp_avg || z->masters) return zero_error(ZERO_ERROR_ORDER, "the state is there already");
+    if (z->state_there) return zero_error(ZERO_ERROR_ORDER, "the state is there already");
     for (i = 0; i < 3; i++) {
         if (!wanted[i]) continue;
         ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_STATE, names[i], zero_state_bytes(z), (void**)arrays[i]));
         ZERO_TRY_CUDA(cudaMemsetAsync(*arrays[i], 0, zero_state_bytes(z), z->comm.compute));
     }
+    z->state_there = 1;
     return zero_params_changed(z);
 }
 
@@ -398,9 +424,12 @@ static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
     const int* buckets;
     for (u = 0; u < z->layout->units_count; u++) {
         if (z->units[u].ready || zero_unit_buckets(z, u, &buckets) == 0) continue;
-        for (s = 0; s < z->layout->segments_count && z->layout->segments[s].unit != u; s++) {}
-        return zero_error(ZERO_ERROR_ORDER, "unit %d of %d (%s ...) was not reported by zero_grads_ready in micro-step "
-                          "%d of %d", u, z->layout->units_count, zero_segment_name(z->layout, s), z->micro, z->micros);
+        for (s = 0; s < z->layout->segments_count && z->layout->segments[s].unit != u; s++) {
+        }
+        return zero_error(ZERO_ERROR_ORDER,
+                          "unit %d of %d (%s ...) was not reported by zero_grads_ready in micro-step "
+                          "%d of %d",
+                          u, z->layout->units_count, zero_segment_name(z->layout, s), z->micro, z->micros);
     }
     return zero_ok();
 }
@@ -409,14 +438,19 @@ static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
    over micro-steps, still lack: 1 if the caller has divided the loss by micros, 1/micros if not. */
 static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, double grad_scale) {
     int b, u, expected = z->micro < 0 ? 0 : z->micro + 1;
-    if (!z->params || !z->grads) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params and zero_alloc_grads first");
+    if (!z->params || !z->grads || !z->state_there)
+        return zero_error(ZERO_ERROR_ORDER,
+                          "call zero_alloc_params, zero_alloc_grads and zero_alloc_state first");
     if (micros < 1 || micro < 0 || micro >= micros)
         return zero_error(ZERO_ERROR_ARGUMENT, "micro-step %d of %d", micro, micros);
     if (micro != expected || (micro > 0 && micros != z->micros))
-        return zero_error(ZERO_ERROR_ORDER, "micro-step %d of %d begins, but %d of %d is next: a step ends with "
-                          "zero_update", micro, micros, expected, z->micro < 0 ? micros : z->micros);
-    if (!(grad_scale > 0.0 && grad_scale <= 1.7976931348623157e308))
-        return zero_error(ZERO_ERROR_ARGUMENT, "grad_scale is %g; it must be positive and finite", grad_scale);
+        return zero_error(ZERO_ERROR_ORDER,
+                          "micro-step %d of %d begins, but %d of %d is next: a step ends with "
+                          "zero_update",
+                          micro, micros, expected, z->micro < 0 ? micros : z->micros);
+    if (!(grad_scale > 0.0 && grad_scale <= 3.4e38))
+        return zero_error(ZERO_ERROR_ARGUMENT, "grad_scale is %g; it must be positive, at most 3.4e38",
+                          grad_scale);
     if (micro > 0) ZERO_TRY(zero_check_all_ready(z));
     z->micro = micro;
     z->micros = micros;
@@ -475,10 +509,12 @@ static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** g
     *grads = NULL;
     *add = 0;
     ZERO_TRY(zero_check_unit(z, unit, "zero_grads_acquire"));
-    if (z->micro < 0) return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_acquire before zero_begin", unit);
+    if (z->micro < 0)
+        return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_acquire before zero_begin", unit);
     if (z->units[unit].ready)
-        return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_acquire after zero_grads_ready in micro-step %d of %d",
-                          unit, z->micro, z->micros);
+        return zero_error(ZERO_ERROR_ORDER,
+                          "unit %d: zero_grads_acquire after zero_grads_ready in micro-step %d of %d", unit,
+                          z->micro, z->micros);
     *add = z->micro > 0 || z->units[unit].grads_open;
     z->units[unit].grads_open = 1;
     *grads = (char*)z->grads + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
@@ -496,10 +532,11 @@ static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
     const int* buckets;
     int i, count;
     ZERO_TRY(zero_check_unit(z, unit, "zero_grads_ready"));
-    if (z->micro < 0) return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_ready before zero_begin", unit);
+    if (z->micro < 0)
+        return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_ready before zero_begin", unit);
     if (z->units[unit].ready)
-        return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_ready twice in micro-step %d of %d", unit, z->micro,
-                          z->micros);
+        return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_ready twice in micro-step %d of %d", unit,
+                          z->micro, z->micros);
     z->units[unit].ready = 1;
     if (z->micro < z->micros - 1) return zero_ok();
     count = zero_unit_buckets(z, unit, &buckets);
@@ -519,7 +556,8 @@ static inline void zero_attach(ZeroOptimizer* z, const double* device_value) { z
 
 static inline ZeroResult zero_check_skips(const ZeroOptimizer* z, const ZeroScalars* status) {
     if (z->config.skip_limit == 0 || status->skipped_in_row < z->config.skip_limit) return zero_ok();
-    return zero_error(ZERO_ERROR_SKIPS, "%llu steps in a row had gradients that are not finite (limit %llu), after %llu "
+    return zero_error(ZERO_ERROR_SKIPS,
+                      "%llu steps in a row had gradients that are not finite (limit %llu), after %llu "
                       "good updates: lower the learning rate, clip, or look for the layer that overflows",
                       (unsigned long long)status->skipped_in_row, (unsigned long long)z->config.skip_limit,
                       (unsigned long long)status->t);
@@ -556,8 +594,8 @@ static inline ZeroResult zero_wait_status(ZeroOptimizer* z, const ZeroScalars** 
 }
 
 static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
-    ZeroNorm norm = {z->chunks, z->chunks_count, z->grads, z->layout->dtype, z->partials, z->own_sums, z->all_sums,
-                     z->scalars};
+    ZeroNorm norm = {z->chunks,   z->chunks_count, z->grads,    z->layout->dtype,
+                     z->partials, z->own_sums,     z->all_sums, z->scalars};
     return norm;
 }
 
@@ -566,14 +604,17 @@ static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
    skip_limit skips in a row: in the same step on all ranks if they ask for the norm, else one or more steps late. */
 static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     ZeroNorm work = zero_describe_norm(z);
-    ZeroStepSettings settings = {z->config.beta1, z->config.beta2, z->grad_scale / z->ranks, z->config.max_norm,
-                                 z->config.seed, z->ranks};
+    /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
+    const double norm_limit = z->config.algorithm == ZERO_SGD ? 3.4e38 : 1.8e19;
+    ZeroStepSettings settings = {z->config.beta1,    z->config.beta2, z->grad_scale / z->ranks,
+                                 z->config.max_norm, z->config.seed,  z->ranks,
+                                 norm_limit};
     const ZeroScalars* status;
     int b;
     if (norm) *norm = 0.0f;
     if (z->micro < 0 || z->micro != z->micros - 1)
-        return zero_error(ZERO_ERROR_ORDER, "zero_grad_norm in micro-step %d of %d: it follows the last", z->micro,
-                          z->micros);
+        return zero_error(ZERO_ERROR_ORDER, "zero_grad_norm in micro-step %d of %d: it follows the last",
+                          z->micro, z->micros);
     if (!z->norm_done) {
         ZERO_TRY(zero_check_all_ready(z));
         ZERO_TRY(zero_poll_status(z));
@@ -596,7 +637,8 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
 /* Drops this step, on every rank alike: params, state and t stay as they are. Between zero_grad_norm and
    zero_update (which still ends the step). */
 static inline ZeroResult zero_skip(ZeroOptimizer* z) {
-    if (!z->norm_done) return zero_error(ZERO_ERROR_ORDER, "zero_skip comes after zero_grad_norm and before zero_update");
+    if (!z->norm_done)
+        return zero_error(ZERO_ERROR_ORDER, "zero_skip comes after zero_grad_norm and before zero_update");
     ZERO_TRY(zero_skip_launch(z->scalars, z->comm.compute));
     return zero_send_status(z);
 }
@@ -606,14 +648,15 @@ static inline ZeroResult zero_skip(ZeroOptimizer* z) {
 static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
     const ZeroConfig* c = &z->config;
     ZeroHyper hyper = zero_hyper(lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->momentum);
-    ZeroUpdate update = {zero_update_chunks(z), z->params, z->grads, z->masters, z->exp_avg, z->exp_avg_sq,
-                         z->scalars, z->layout->dtype, c->algorithm};
+    ZeroUpdate update = {zero_update_chunks(z), z->params,  z->grads,         z->masters,  z->exp_avg,
+                         z->exp_avg_sq,         z->scalars, z->layout->dtype, c->algorithm};
     int b;
-    if (!(lr >= 0.0 && lr <= 3.4e38)) return zero_error(ZERO_ERROR_ARGUMENT, "lr is %g; 0 .. 3.4e38 are allowed", lr);
+    if (!(lr >= 0.0 && lr <= 3.4e38))
+        return zero_error(ZERO_ERROR_ARGUMENT, "lr is %g; 0 .. 3.4e38 are allowed", lr);
     if (!z->norm_done) ZERO_TRY(zero_grad_norm(z, NULL));
     for (b = 0; b < z->layout->buckets_count; b++) {
-        ZERO_TRY(zero_update_launch(&update, &hyper, z->bucket_chunks[b], z->bucket_chunks[b + 1] - z->bucket_chunks[b],
-                                    z->comm.compute));
+        ZERO_TRY(zero_update_launch(&update, &hyper, z->bucket_chunks[b],
+                                    z->bucket_chunks[b + 1] - z->bucket_chunks[b], z->comm.compute));
         if (c->stage > 0) ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
     }
     if (!c->overlap && c->stage > 0)

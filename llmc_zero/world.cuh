@@ -374,7 +374,7 @@ static inline ZeroResult zero_world_fs_open(ZeroWorld* world, const ZeroWorldCon
     snprintf(world->nonce, sizeof(world->nonce), "%016llx", random);
     world->prefix = (char*)malloc(length + 128);
     world->watched = (char*)calloc((size_t)world->ranks, 1);
-    world->nonces = (char (*)[ZERO_WORLD_NONCE])calloc((size_t)world->ranks, ZERO_WORLD_NONCE);
+    world->nonces = (char(*)[ZERO_WORLD_NONCE])calloc((size_t)world->ranks, ZERO_WORLD_NONCE);
     if (world->prefix == NULL || world->watched == NULL || world->nonces == NULL)
         return zero_error(ZERO_ERROR_MEMORY, "no memory for %d ranks", world->ranks);
     snprintf(world->prefix, length + 128, "%s/llmc_zero.%s.%lu.", config->fs_path, job,
@@ -455,7 +455,7 @@ static inline ZeroResult zero_world_meet_first(ZeroWorld* world, int late, int* 
 /* W2, the others: one step. `accepted` is rank 0's nonce in the answer that this rank has acknowledged. */
 static inline ZeroResult zero_world_meet_other(ZeroWorld* world, int late, char* accepted, int* met) {
     const size_t list_bytes = (size_t)world->ranks * ZERO_WORLD_NONCE;
-    char (*list)[ZERO_WORLD_NONCE] = world->nonces;
+    char(*list)[ZERO_WORLD_NONCE] = world->nonces;
     ZERO_TRY(zero_world_scan(world, late, NULL, NULL, 0));
     if (zero_world_get(zero_world_path(world, "run.answer", NULL, 0, -1), list, list_bytes) ==
             (ssize_t)list_bytes &&

@@ -45,7 +45,7 @@ template <typename T> struct Device {
 };
 
 ZeroStepSettings settings_of(int ranks, double grad_scale = 1.0, double max_norm = 0.0) {
-    ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks};
+    ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks, 0.0};
     return settings;
 }
 
@@ -379,7 +379,7 @@ TEST(Step, BiasCorrectionsAgainstLongDouble) {
             for (uint64_t t : {(uint64_t)1, (uint64_t)2, (uint64_t)10, (uint64_t)1000, (uint64_t)1000000000,
                                (uint64_t)1 << 40}) {
                 Ranks x({1}, 1, ZERO_FP32);
-                ZeroStepSettings settings = {beta1, beta2, 1.0, 0.0, 42, 1};
+                ZeroStepSettings settings = {beta1, beta2, 1.0, 0.0, 42, 1, 0.0};
                 Device<ZeroScalars> device(x.scalars);
                 ok(zero_set_t_launch(device.at, t - 1, NULL));
                 x.scalars = device.get();

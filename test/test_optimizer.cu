@@ -12,9 +12,9 @@
 
 static ZeroWorld world;
 
-#define OK(call)                                                        \
-    do {                                                                \
-        ZeroResult ok_result = (call);                                  \
+#define OK(call)                                                               \
+    do {                                                                       \
+        ZeroResult ok_result = (call);                                         \
         ASSERT_EQ(ok_result.code, ZERO_OK) << #call << ": " << ok_result.text; \
     } while (0)
 
@@ -26,10 +26,12 @@ struct Model {
     cudaStream_t stream = NULL;
     ZeroResult result;
 
-    Model(const ZeroConfig& config, ZeroDtype dtype, std::vector<size_t> counts, size_t bucket_bytes, int units_apart) {
+    Model(const ZeroConfig& config, ZeroDtype dtype, std::vector<size_t> counts, size_t bucket_bytes,
+          int units_apart) {
         std::vector<ZeroSegment> segments;
         ZeroLayoutConfig layout_config = zero_layout_config(world.ranks, dtype);
-        for (size_t s = 0; s < counts.size(); s++) segments.push_back(zero_segment("tensor", counts[s], (int)(s / 2)));
+        for (size_t s = 0; s < counts.size(); s++)
+            segments.push_back(zero_segment("tensor", counts[s], (int)(s / 2)));
         layout_config.bucket_bytes = bucket_bytes;
         layout_config.units_apart = units_apart;
         result = zero_layout(&layout, segments.data(), (int)segments.size(), &layout_config);
@@ -78,7 +80,8 @@ struct Model {
         std::vector<uint16_t> halves(x.size());
         bool wide = layout.dtype == ZERO_FP32;
         ZERO_TRY_CUDA(cudaMemcpyAsync(wide ? (void*)x.data() : (void*)halves.data(), from,
-                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyDeviceToHost, stream));
+                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyDeviceToHost,
+                                      stream));
         ZERO_TRY_CUDA(cudaStreamSynchronize(stream));
         for (size_t i = 0; i < x.size() && !wide; i++) {
             uint32_t bits = (uint32_t)halves[i] << 16;
@@ -95,7 +98,8 @@ struct Model {
             halves[i] = (uint16_t)(bits >> 16);
         }
         ZERO_TRY_CUDA(cudaMemcpyAsync(to, wide ? (const void*)x.data() : (const void*)halves.data(),
-                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyHostToDevice, stream));
+                                      x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyHostToDevice,
+                                      stream));
         ZERO_TRY_CUDA(cudaStreamSynchronize(stream));
         return zero_ok();
     }
@@ -127,9 +131,13 @@ struct Plan {
     size_t bucket_bytes;
     int units_apart;
 };
-static const std::vector<Plan> PLANS = {
-    {{1}, 0, 0}, {{2, 0, 1}, 0, 0}, {{3, 70, 129, 0, 5, 1000}, 0, 0}, {{3, 70, 129, 0, 5, 1000}, 1, 0},
-    {{300, 1, 64, 64, 7}, 0, 1}, {{5000, 33, 4097}, 2048, 1}, {{5000, 33, 4097}, 2048, 0}};
+static const std::vector<Plan> PLANS = {{{1}, 0, 0},
+                                        {{2, 0, 1}, 0, 0},
+                                        {{3, 70, 129, 0, 5, 1000}, 0, 0},
+                                        {{3, 70, 129, 0, 5, 1000}, 1, 0},
+                                        {{300, 1, 64, 64, 7}, 0, 1},
+                                        {{5000, 33, 4097}, 2048, 1},
+                                        {{5000, 33, 4097}, 2048, 0}};
 
 /* Cases A1, A5, C9, C10: each rank's gradient is its own function of the index; every weight moves to minus the mean, on
    every rank, in every plan. */
@@ -144,12 +152,14 @@ TEST(Optimizer, EveryElementGetsTheMeanOfItsOwnGradients) {
                     Model m(config, dtype, plan.counts, plan.bucket_bytes, plan.units_apart);
                     OK(m.result);
                     const float ranks = (float)world.ranks;
-                    OK(m.step([&](size_t i) { return ranks * (float)(i % 8 + 1) + ranks * (float)world.rank; }));
+                    OK(m.step(
+                        [&](size_t i) { return ranks * (float)(i % 8 + 1) + ranks * (float)world.rank; }));
                     OK(m.params(&p));
                     ASSERT_EQ(p.size(), zero_model_count(&m.layout));
                     for (size_t i = 0; i < p.size(); i++) {
                         float sum_of_ranks = ranks * (ranks - 1) / 2;
-                        ASSERT_EQ(p[i], -(ranks * (float)(i % 8 + 1) + sum_of_ranks)) << "element " << i << " stage " << stage;
+                        ASSERT_EQ(p[i], -(ranks * (float)(i % 8 + 1) + sum_of_ranks))
+                            << "element " << i << " stage " << stage;
                     }
                 }
 }
@@ -207,7 +217,8 @@ TEST(Optimizer, PaddingIsNeverRead) {
 
 /* A caller's own buffers get their gaps zeroed, and may have offsets and units in any order. */
 TEST(Optimizer, FixedOffsetsOfTheCaller) {
-    ZeroSegment segments[4] = {zero_segment("a0", 5, 0), zero_segment("a1", 5, 1), zero_segment("b0", 70, 0), zero_segment("b1", 70, 1)};
+    ZeroSegment segments[4] = {zero_segment("a0", 5, 0), zero_segment("a1", 5, 1), zero_segment("b0", 70, 0),
+                               zero_segment("b1", 70, 1)};
     const size_t offsets[4] = {1, 6, 13, 83}; // tensor-major, not aligned
     for (int units_apart = 0; units_apart <= 1; units_apart++) {
         ZeroLayoutConfig layout_config = zero_layout_config(world.ranks, ZERO_FP32);
@@ -261,8 +272,13 @@ TEST(Optimizer, APoisonedStepNeverHappened) {
                     for (int step = 1; step <= 4; step++) {
                         const float poison = poisons[(algorithm + type) % 3];
                         if (step == 3 && !with_poison) continue;
-                        OK(m.step([&](size_t i) {
-                            return step == 3 && i == 52 && world.rank == world.ranks - 1 ? poison : (float)(i % 5) - 1.0f; }, NULL, 0.125));
+                        OK(m.step(
+                            [&](size_t i) {
+                                return step == 3 && i == 52 && world.rank == world.ranks - 1
+                                           ? poison
+                                           : (float)(i % 5) - 1.0f;
+                            },
+                            NULL, 0.125));
                     }
                     OK(zero_report(&m.z, &report));
                     EXPECT_EQ(report.t, 3u);
@@ -270,7 +286,8 @@ TEST(Optimizer, APoisonedStepNeverHappened) {
                     EXPECT_EQ(report.skipped_in_row, 0u);
                     OK(m.params(with_poison ? &poisoned : &clean));
                 }
-                ASSERT_EQ(memcmp(clean.data(), poisoned.data(), clean.size() * sizeof(float)), 0) << algorithm << " " << type;
+                ASSERT_EQ(memcmp(clean.data(), poisoned.data(), clean.size() * sizeof(float)), 0)
+                    << algorithm << " " << type;
             }
 }
 
@@ -382,15 +399,21 @@ TEST(Optimizer, MisuseIsSaidInWords) {
 }
 
 TEST(Optimizer, BadSettingsAreRefused) {
-    struct { std::function<void(ZeroConfig*)> spoil; const char* words; } cases[] = {
-        {[](ZeroConfig* c) { c->stage = 2; }, "stage 2 is not in this version"},
-        {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
-        {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ORDERED; }, "not in this version"},
-        {[](ZeroConfig* c) { c->accumulation = ZERO_ACCUMULATE_MICRO; }, "not in this version"},
-        {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "stage 0 only"},
-        {[](ZeroConfig* c) { c->beta1 = 1.0; c->algorithm = ZERO_ADAMW; }, "below 1"},
-        {[](ZeroConfig* c) { c->eps = NAN; }, "eps is nan"},
-        {[](ZeroConfig* c) { c->max_norm = -1.0; }, "max_norm is -1"}};
+    struct {
+        std::function<void(ZeroConfig*)> spoil;
+        const char* words;
+    } cases[] = {{[](ZeroConfig* c) { c->stage = 2; }, "stage 2 is not in this version"},
+                 {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
+                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ORDERED; }, "not in this version"},
+                 {[](ZeroConfig* c) { c->accumulation = ZERO_ACCUMULATE_MICRO; }, "not in this version"},
+                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "stage 0 only"},
+                 {[](ZeroConfig* c) {
+                      c->beta1 = 1.0;
+                      c->algorithm = ZERO_ADAMW;
+                  },
+                  "below 1"},
+                 {[](ZeroConfig* c) { c->eps = NAN; }, "eps is nan"},
+                 {[](ZeroConfig* c) { c->max_norm = -1.0; }, "max_norm is -1"}};
     for (auto& bad : cases) {
         ZeroConfig config = sgd(1);
         bad.spoil(&config);
@@ -412,9 +435,11 @@ TEST(Optimizer, HoldsWhatThePlanSays) {
                     config.stage = stage;
                     config.algorithm = (ZeroAlgorithm)algorithm;
                     config.masters = type == 1;
-                    Model m(config, type ? ZERO_BF16 : ZERO_FP32, layout_plan.counts, layout_plan.bucket_bytes, layout_plan.units_apart);
+                    Model m(config, type ? ZERO_BF16 : ZERO_FP32, layout_plan.counts,
+                            layout_plan.bucket_bytes, layout_plan.units_apart);
                     OK(m.result);
-                    ZeroPlanChoice choice = {world.rank, stage, config.algorithm, config.momentum, config.masters};
+                    ZeroPlanChoice choice = {world.rank, stage, config.algorithm, config.momentum,
+                                             config.masters};
                     OK(zero_plan(&plan, &m.layout, &choice));
                     EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_PARAMS], plan.params_bytes);
                     EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_GRADS], plan.grads_bytes);
@@ -444,7 +469,8 @@ TEST(Optimizer, AStepThatAsksForNothingWaitsForNothing) {
         OK(zero_grads_ready(&m.z, 0));
         OK(zero_grad_norm(&m.z, NULL));
         OK(zero_update(&m.z, 1.0));
-        EXPECT_EQ(cudaStreamQuery(m.stream), cudaErrorNotReady) << "something in the step waited for the stream";
+        EXPECT_EQ(cudaStreamQuery(m.stream), cudaErrorNotReady)
+            << "something in the step waited for the stream";
         ASSERT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
     }
     unsetenv("CUDA_CPU_STREAMS");
@@ -469,14 +495,26 @@ static ZeroResult one_run(int stage) {
 /* Every call of CUDA and NCCL fails once, at each of its places: an error with the call's name, nothing leaked, no
    crash. All ranks fail alike. */
 TEST(Optimizer, EveryCallMayFail) {
-    const char* calls[] = {"cudaMalloc", "cudaMallocHost", "cudaMemcpy", "cudaMemcpyAsync", "cudaMemsetAsync", "cudaLaunchKernelEx",
-                           "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags", "cudaEventCreate", "cudaEventRecord",
-                           "cudaStreamWaitEvent", "ncclReduceScatter", "ncclAllGather"};
+    const char* calls[] = {"cudaMalloc",
+                           "cudaMallocHost",
+                           "cudaMemcpy",
+                           "cudaMemcpyAsync",
+                           "cudaMemsetAsync",
+                           "cudaLaunchKernelEx",
+                           "cudaStreamCreateWithFlags",
+                           "cudaEventCreateWithFlags",
+                           "cudaEventCreate",
+                           "cudaEventRecord",
+                           "cudaStreamWaitEvent",
+                           "ncclReduceScatter",
+                           "ncclAllGather"};
     for (int stage = 0; stage <= 1; stage++)
         for (const char* call : calls) {
             int failures = 0;
             // a rank that owns padding only launches and copies less, so the n-th call is not the same one on all ranks
-            if (world.ranks > 1 && (strcmp(call, "cudaLaunchKernelEx") == 0 || strcmp(call, "cudaMemcpy") == 0)) continue;
+            if (world.ranks > 1 &&
+                (strcmp(call, "cudaLaunchKernelEx") == 0 || strcmp(call, "cudaMemcpy") == 0))
+                continue;
             for (int n = 1; n < 400; n++) {
                 char setting[64];
                 snprintf(setting, sizeof(setting), "%s:%d", call, n);

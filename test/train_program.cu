@@ -13,7 +13,8 @@
 
 static int split_words(char* line, char** words) {
     int count = 0;
-    for (char* word = strtok(line, " \n"); word && count < WORDS_MAX; word = strtok(NULL, " \n")) words[count++] = word;
+    for (char* word = strtok(line, " \n"); word && count < WORDS_MAX; word = strtok(NULL, " \n"))
+        words[count++] = word;
     return count;
 }
 
@@ -46,12 +47,15 @@ static ZeroResult run_line(ZeroWorld* world, int number, char* line, int* fatal)
     }
 #ifdef CUDA_CPU
     if (result.code == ZERO_OK && cudaCpuLiveBytes() != live_before)
-        result = zero_error(ZERO_ERROR_MEMORY, "%zu bytes of device memory were not freed", cudaCpuLiveBytes() - live_before);
+        result = zero_error(ZERO_ERROR_MEMORY, "%zu bytes of device memory were not freed",
+                            cudaCpuLiveBytes() - live_before);
 #endif
     for (int i = 0; i < settings; i++) unsetenv(words[i]);
     if (world->rank == 0) {
-        if (result.code == ZERO_OK) printf("line %d: ok\n", number);
-        else printf("line %d: error: %s\n", number, result.text);
+        if (result.code == ZERO_OK)
+            printf("line %d: ok\n", number);
+        else
+            printf("line %d: error: %s\n", number, result.text);
         fflush(stdout);
     }
     return result;

@@ -12,12 +12,12 @@
 
 #define WORKSPACE_BYTES ((size_t)2 << 20)
 
-#define TRY_CUBLAS(call)                                                                                     \
-    do {                                                                                                     \
-        cublasStatus_t try_status = (call);                                                                  \
-        if (try_status != CUBLAS_STATUS_SUCCESS)                                                             \
-            return zero_error(ZERO_ERROR_CUDA, "%s: cuBLASLt status %d (%s:%d)", #call, (int)try_status, __FILE__, \
-                              __LINE__);                                                                     \
+#define TRY_CUBLAS(call)                                                                                 \
+    do {                                                                                                 \
+        cublasStatus_t try_status = (call);                                                              \
+        if (try_status != CUBLAS_STATUS_SUCCESS)                                                         \
+            return zero_error(ZERO_ERROR_CUDA, "%s: cuBLASLt status %d (%s:%d)", #call, (int)try_status, \
+                              __FILE__, __LINE__);                                                       \
     } while (0)
 
 typedef struct Matmul { /* D = op(A) op(B), all column-major */
@@ -36,9 +36,9 @@ typedef struct Linear {
 } Linear;
 
 /* op_a, op_b: CUBLAS_OP_N or _T; a is [rows_a x cols_a] as stored, and so on. */
-static inline ZeroResult matmul_create(Matmul* m, const Linear* linear, cublasOperation_t op_a, cublasOperation_t op_b,
-                                       int rows_a, int cols_a, int rows_b, int cols_b, int rows_d, int cols_d,
-                                       int with_bias) {
+static inline ZeroResult matmul_create(Matmul* m, const Linear* linear, cublasOperation_t op_a,
+                                       cublasOperation_t op_b, int rows_a, int cols_a, int rows_b, int cols_b,
+                                       int rows_d, int cols_d, int with_bias) {
     const cudaDataType_t type = linear->dtype == ZERO_BF16 ? CUDA_R_16BF : CUDA_R_32F;
     const size_t workspace_bytes = WORKSPACE_BYTES;
     cublasLtMatmulPreference_t preference;
@@ -49,10 +49,12 @@ static inline ZeroResult matmul_create(Matmul* m, const Linear* linear, cublasOp
     TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof(op_b)));
     if (with_bias) {
         cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof(epilogue)));
-        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type, sizeof(type)));
-        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &linear->workspace,
-                                                  sizeof(linear->workspace)));
+        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
+                                                  sizeof(epilogue)));
+        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &type,
+                                                  sizeof(type)));
+        TRY_CUBLAS(cublasLtMatmulDescSetAttribute(m->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                                  &linear->workspace, sizeof(linear->workspace)));
     }
     TRY_CUBLAS(cublasLtMatrixLayoutCreate(&m->a, type, (uint64_t)rows_a, (uint64_t)cols_a, rows_a));
     TRY_CUBLAS(cublasLtMatrixLayoutCreate(&m->b, type, (uint64_t)rows_b, (uint64_t)cols_b, rows_b));
@@ -60,11 +62,12 @@ static inline ZeroResult matmul_create(Matmul* m, const Linear* linear, cublasOp
     TRY_CUBLAS(cublasLtMatmulPreferenceCreate(&preference));
     TRY_CUBLAS(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                     &workspace_bytes, sizeof(workspace_bytes)));
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(linear->handle, m->desc, m->a, m->b, m->d, m->d, preference,
-                                                           1, &found, &found_count);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(linear->handle, m->desc, m->a, m->b, m->d, m->d,
+                                                           preference, 1, &found, &found_count);
     cublasLtMatmulPreferenceDestroy(preference);
     if (status != CUBLAS_STATUS_SUCCESS || found_count == 0)
-        return zero_error(ZERO_ERROR_CUDA, "cuBLASLt has no algorithm for a %s product of [%d x %d] and [%d x %d] "
+        return zero_error(ZERO_ERROR_CUDA,
+                          "cuBLASLt has no algorithm for a %s product of [%d x %d] and [%d x %d] "
                           "(status %d): try a width -C and batch -b that are multiples of 8",
                           zero_dtype_name(linear->dtype), rows_a, cols_a, rows_b, cols_b, (int)status);
     m->algo = found.algo;
@@ -78,11 +81,11 @@ static inline void matmul_free(Matmul* m) {
     if (m->desc) cublasLtMatmulDescDestroy(m->desc);
 }
 
-static inline ZeroResult matmul_run(const Matmul* m, const Linear* linear, const void* a, const void* b, void* d,
-                                    int add) {
+static inline ZeroResult matmul_run(const Matmul* m, const Linear* linear, const void* a, const void* b,
+                                    void* d, int add) {
     const float alpha = 1.0f, beta = add ? 1.0f : 0.0f;
-    TRY_CUBLAS(cublasLtMatmul(linear->handle, m->desc, &alpha, a, m->a, b, m->b, &beta, d, m->d, d, m->d, &m->algo,
-                              linear->workspace, WORKSPACE_BYTES, linear->stream));
+    TRY_CUBLAS(cublasLtMatmul(linear->handle, m->desc, &alpha, a, m->a, b, m->b, &beta, d, m->d, d, m->d,
+                              &m->algo, linear->workspace, WORKSPACE_BYTES, linear->stream));
     return zero_ok();
 }
 
@@ -111,8 +114,8 @@ static inline ZeroResult linear_create(Linear* linear, ZeroDtype dtype, int batc
 }
 
 /* y[B][C] = x[B][C] weight^T + bias */
-static inline ZeroResult linear_forward(const Linear* linear, const void* x, const void* weight, const void* bias,
-                                        void* y) {
+static inline ZeroResult linear_forward(const Linear* linear, const void* x, const void* weight,
+                                        const void* bias, void* y) {
     TRY_CUBLAS(cublasLtMatmulDescSetAttribute(linear->output.desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias,
                                               sizeof(bias)));
     return matmul_run(&linear->output, linear, weight, x, y, 0);
@@ -136,16 +139,17 @@ static __global__ void bias_grad_kernel(const T* y_grad, T* bias_grad, int batch
 
 /* weight_grad (+)= y_grad^T x, bias_grad (+)= sum of y_grad's rows, x_grad = y_grad weight (not with NULL).
    add: 0 writes the parameters' gradients, 1 adds to them. */
-static inline ZeroResult linear_backward(const Linear* linear, const void* x, const void* weight, const void* y_grad,
-                                         void* weight_grad, void* bias_grad, void* x_grad, int add) {
+static inline ZeroResult linear_backward(const Linear* linear, const void* x, const void* weight,
+                                         const void* y_grad, void* weight_grad, void* bias_grad, void* x_grad,
+                                         int add) {
     cudaLaunchConfig_t config = zero_launch_config(((size_t)linear->width + 127) / 128, 128, linear->stream);
     ZERO_TRY(matmul_run(&linear->weight_grad, linear, x, y_grad, weight_grad, add));
     if (linear->dtype == ZERO_BF16) {
         ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, bias_grad_kernel<ZeroBf16>, (const ZeroBf16*)y_grad,
                                          (ZeroBf16*)bias_grad, linear->batch, linear->width, add));
     } else {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, bias_grad_kernel<float>, (const float*)y_grad, (float*)bias_grad,
-                                         linear->batch, linear->width, add));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, bias_grad_kernel<float>, (const float*)y_grad,
+                                         (float*)bias_grad, linear->batch, linear->width, add));
     }
     return x_grad ? matmul_run(&linear->input_grad, linear, weight, y_grad, x_grad, 0) : zero_ok();
 }

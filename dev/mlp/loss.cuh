@@ -6,7 +6,9 @@
 #include "../../llmc_zero/grad_norm.cuh"
 
 static __device__ __forceinline__ void store_element(float* to, float x) { *to = x; }
-static __device__ __forceinline__ void store_element(ZeroBf16* to, float x) { to->bits = (uint16_t)zero_to_bf16(x); }
+static __device__ __forceinline__ void store_element(ZeroBf16* to, float x) {
+    to->bits = (uint16_t)zero_to_bf16(x);
+}
 
 #define LOSS_BLOCKS_MAX 256
 
@@ -16,7 +18,7 @@ static inline size_t loss_bytes(void) { return (1 + LOSS_BLOCKS_MAX) * sizeof(do
 
 template <typename T>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-loss_kernel(const T* y, const T* target, T* y_grad, size_t count, float grad_scale, double* partials) {
+    loss_kernel(const T* y, const T* target, T* y_grad, size_t count, float grad_scale, double* partials) {
     double sum = 0.0;
     for (size_t i = (size_t)blockIdx.x * ZERO_BLOCK_THREADS + threadIdx.x; i < count;
          i += (size_t)gridDim.x * ZERO_BLOCK_THREADS) {
@@ -33,22 +35,23 @@ loss_kernel(const T* y, const T* target, T* y_grad, size_t count, float grad_sca
 
 template <typename Number>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-loss_sum_kernel(const Number* partials, int count, Number scale, int add, Number* loss) {
+    loss_sum_kernel(const Number* partials, int count, Number scale, int add, Number* loss) {
     double sum = zero_block_sum((int)threadIdx.x < count ? partials[threadIdx.x] : 0.0);
     if (threadIdx.x == 0) *loss = (add ? *loss : 0.0) + sum * scale;
 }
 
 /* y_grad = d(mean (y - target)^2) / dy, over count elements; loss[0] (+)= that mean / micros. */
-static inline ZeroResult loss_run(ZeroDtype dtype, const void* y, const void* target, void* y_grad, size_t count,
-                                  int micro, int micros, double* loss, cudaStream_t stream) {
+static inline ZeroResult loss_run(ZeroDtype dtype, const void* y, const void* target, void* y_grad,
+                                  size_t count, int micro, int micros, double* loss, cudaStream_t stream) {
     size_t blocks = (count + 4 * ZERO_BLOCK_THREADS - 1) / (4 * ZERO_BLOCK_THREADS);
     if (blocks > LOSS_BLOCKS_MAX) blocks = LOSS_BLOCKS_MAX;
     cudaLaunchConfig_t config = zero_launch_config(blocks, ZERO_BLOCK_THREADS, stream);
     cudaLaunchConfig_t last = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
     const float grad_scale = (float)(2.0 / (double)count);
     if (dtype == ZERO_BF16) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, loss_kernel<ZeroBf16>, (const ZeroBf16*)y, (const ZeroBf16*)target,
-                                         (ZeroBf16*)y_grad, count, grad_scale, loss + 1));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, loss_kernel<ZeroBf16>, (const ZeroBf16*)y,
+                                         (const ZeroBf16*)target, (ZeroBf16*)y_grad, count, grad_scale,
+                                         loss + 1));
     } else {
         ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, loss_kernel<float>, (const float*)y, (const float*)target,
                                          (float*)y_grad, count, grad_scale, loss + 1));
@@ -64,7 +67,8 @@ static inline ZeroResult loss_run(ZeroDtype dtype, const void* y, const void* ta
    gets the same bits. */
 static __device__ __forceinline__ float data_normal(uint64_t key) {
     uint64_t bits = zero_mix(key);
-    int sum = (int)(bits & 0xffff) + (int)(bits >> 16 & 0xffff) + (int)(bits >> 32 & 0xffff) + (int)(bits >> 48);
+    int sum =
+        (int)(bits & 0xffff) + (int)(bits >> 16 & 0xffff) + (int)(bits >> 32 & 0xffff) + (int)(bits >> 48);
     return __fmul_rn((float)(sum - 131070), 1.0f / 37837.227f);
 }
 
@@ -76,7 +80,8 @@ static __device__ __forceinline__ float data_x(uint64_t sample_key, uint64_t col
 
 /* A fixed random linear teacher: each label is a weighted sum of TEACHER_TAPS inputs. */
 template <typename T>
-static __global__ void data_split_kernel(T* x, T* y, size_t count, int width, uint64_t seed, uint64_t first_sample) {
+static __global__ void data_split_kernel(T* x, T* y, size_t count, int width, uint64_t seed,
+                                         uint64_t first_sample) {
     const size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     const uint64_t column = i % (size_t)width, sample = first_sample + i / (size_t)width;
@@ -85,7 +90,8 @@ static __global__ void data_split_kernel(T* x, T* y, size_t count, int width, ui
     float label = 0.0f;
     for (uint64_t tap = 0; tap < TEACHER_TAPS; tap++) {
         const float weight = __fmul_rn(data_normal(teacher_key + 2 * tap), 0.35355339f); /* 1/sqrt(8) */
-        label = __fmaf_rn(weight, data_x(sample_key, zero_mix(teacher_key + 2 * tap + 1) % (uint64_t)width), label);
+        label = __fmaf_rn(weight, data_x(sample_key, zero_mix(teacher_key + 2 * tap + 1) % (uint64_t)width),
+                          label);
     }
     store_element(x + i, data_x(sample_key, column));
     store_element(y + i, label);
@@ -98,11 +104,11 @@ static inline ZeroResult data_split(ZeroDtype dtype, void* x, void* y, int batch
     const size_t count = (size_t)batch * (size_t)width;
     cudaLaunchConfig_t config = zero_launch_config((count + 127) / 128, 128, stream);
     if (dtype == ZERO_BF16) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, data_split_kernel<ZeroBf16>, (ZeroBf16*)x, (ZeroBf16*)y, count, width,
-                                         seed, first_sample));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, data_split_kernel<ZeroBf16>, (ZeroBf16*)x, (ZeroBf16*)y,
+                                         count, width, seed, first_sample));
     } else {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, data_split_kernel<float>, (float*)x, (float*)y, count, width, seed,
-                                         first_sample));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, data_split_kernel<float>, (float*)x, (float*)y, count,
+                                         width, seed, first_sample));
     }
     return zero_ok();
 }

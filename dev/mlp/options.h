@@ -34,7 +34,14 @@ typedef struct Options {
     const char* trace;
 } Options;
 
-typedef enum OptionKind { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_BUCKET, OPTION_SWITCH } OptionKind;
+typedef enum OptionKind {
+    OPTION_INT,
+    OPTION_REAL,
+    OPTION_TEXT,
+    OPTION_CHOICE,
+    OPTION_BUCKET,
+    OPTION_SWITCH
+} OptionKind;
 
 typedef struct Option {
     const char* flag;
@@ -49,23 +56,29 @@ typedef struct Option {
 #define OPTION_AT(field) offsetof(Options, field)
 
 static const Option OPTIONS[] = {
-    {"-b", OPTION_INT, OPTION_AT(batch), 1, 1e9, NULL, NULL, "batch per rank and micro-step, in samples (20)"},
-    {"-d", OPTION_INT, OPTION_AT(total_batch), 1, 1e15, NULL, NULL, "total batch in samples (b * ranks); micro-steps follow"},
+    {"-b", OPTION_INT, OPTION_AT(batch), 1, 1e9, NULL, NULL,
+     "batch per rank and micro-step, in samples (20)"},
+    {"-d", OPTION_INT, OPTION_AT(total_batch), 1, 1e15, NULL, NULL,
+     "total batch in samples (b * ranks); micro-steps follow"},
     {"-x", OPTION_INT, OPTION_AT(steps), 1, 1e12, NULL, NULL, "steps (1)"},
     {"-l", OPTION_REAL, OPTION_AT(lr), 0, 1e30, NULL, NULL, "learning rate (0.01)"},
     {"-c", OPTION_REAL, OPTION_AT(weight_decay), 0, 1e30, NULL, NULL, "weight decay, on biases too (0)"},
-    {"-w", OPTION_INT, OPTION_AT(masters), 0, 1, NULL, NULL, "bf16: 1 fp32 masters, 0 stochastic rounding (1)"},
+    {"-w", OPTION_INT, OPTION_AT(masters), 0, 1, NULL, NULL,
+     "bf16: 1 fp32 masters, 0 stochastic rounding (1)"},
     {"-z", OPTION_INT, OPTION_AT(stage), 0, 3, NULL, "2|3", "ZeRO stage: 0 off, 1 optimizer state (1)"},
-    {"-o", OPTION_TEXT, OPTION_AT(directory), 0, 0, "DIR", NULL, "write DIR/main.log and DIR/summary.json (nothing)"},
+    {"-o", OPTION_TEXT, OPTION_AT(directory), 0, 0, "DIR", NULL,
+     "write DIR/main.log and DIR/summary.json (nothing)"},
     {"-n", OPTION_INT, OPTION_AT(checkpoint_every), 0, 1e12, NULL, "*", "checkpoint every n steps"},
     {"-nk", OPTION_INT, OPTION_AT(checkpoint_keep), 0, 1e12, NULL, "*", "keep the last k checkpoints"},
     {"-y", OPTION_INT, OPTION_AT(resume), 0, 1, NULL, "*", "resume"},
-    {"-pi", OPTION_TEXT, OPTION_AT(start_method), 0, 0, "mpi|fs", "tcp", "start-up: mpi, or a shared folder (mpi where built with it)"},
+    {"-pi", OPTION_TEXT, OPTION_AT(start_method), 0, 0, "mpi|fs", "tcp",
+     "start-up: mpi, or a shared folder (mpi where built with it)"},
     {"-ps", OPTION_TEXT, OPTION_AT(server), 0, 0, "ADDR", "*", "server address, for tcp"},
     {"-pf", OPTION_TEXT, OPTION_AT(start_path), 0, 0, "DIR", NULL, "shared folder, for fs"},
     {"-pn", OPTION_INT, OPTION_AT(start_ranks), 1, 1e6, NULL, NULL, "ranks, for fs (1)"},
     {"-pr", OPTION_INT, OPTION_AT(start_rank), 0, 1e6, NULL, NULL, "this rank, for fs (0)"},
-    {"-pg", OPTION_INT, OPTION_AT(gpus_per_node), 0, 1e6, NULL, NULL, "GPUs per node to use, 0 = all visible (0)"},
+    {"-pg", OPTION_INT, OPTION_AT(gpus_per_node), 0, 1e6, NULL, NULL,
+     "GPUs per node to use, 0 = all visible (0)"},
     {"-L", OPTION_INT, OPTION_AT(layers), 1, 1e6, NULL, NULL, "layers, each a Linear(C, C) (20)"},
     {"-C", OPTION_INT, OPTION_AT(width), 1, 1e6, NULL, NULL, "width C (2000)"},
     {"-P", OPTION_CHOICE, OPTION_AT(dtype), 0, 0, "fp32|bf16", NULL, "type of params and gradients (fp32)"},
@@ -74,13 +87,19 @@ static const Option OPTIONS[] = {
     {"-B2", OPTION_REAL, OPTION_AT(beta2), 0, 0.99999999, NULL, NULL, "beta2 (0.999)"},
     {"-E", OPTION_REAL, OPTION_AT(eps), 1e-30, 1e30, NULL, NULL, "eps, outside the root (1e-8)"},
     {"-M", OPTION_REAL, OPTION_AT(momentum), 0, 1, NULL, NULL, "SGD momentum; 0 keeps no state (0.9)"},
-    {"-G", OPTION_REAL, OPTION_AT(max_norm), 0, 1e30, NULL, NULL, "clip the gradient norm to this, 0 = off (0)"},
+    {"-G", OPTION_REAL, OPTION_AT(max_norm), 0, 1e30, NULL, NULL,
+     "clip the gradient norm to this, 0 = off (0)"},
     {"-S", OPTION_INT, OPTION_AT(seed), 0, 4294967295.0, NULL, NULL, "seed (0)"},
-    {"-K", OPTION_BUCKET, OPTION_AT(bucket_mb), 0, 1e9, "MB|unit", NULL, "bucket size in MB, or unit, or 0 = one bucket (0)"},
-    {"-R", OPTION_CHOICE, OPTION_AT(reduction), 0, 0, "nccl|ordered|allreduce", "ordered", "reduction; allreduce with -z 0 only (nccl)"},
-    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), 0, 0, "step|micro", "micro", "reduce once a step, or each micro-step (step)"},
-    {"-O", OPTION_INT, OPTION_AT(overlap), 0, 1, NULL, NULL, "overlap communication with forward and backward (1)"},
-    {"-I", OPTION_CHOICE, OPTION_AT(data), 0, 0, "recipe|own|split", NULL, "data: same batch on all ranks, own batch each, new samples (recipe)"},
+    {"-K", OPTION_BUCKET, OPTION_AT(bucket_mb), 0, 1e9, "MB|unit", NULL,
+     "bucket size in MB, or unit, or 0 = one bucket (0)"},
+    {"-R", OPTION_CHOICE, OPTION_AT(reduction), 0, 0, "nccl|ordered|allreduce", "ordered",
+     "reduction; allreduce with -z 0 only (nccl)"},
+    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), 0, 0, "step|micro", "micro",
+     "reduce once a step, or each micro-step (step)"},
+    {"-O", OPTION_INT, OPTION_AT(overlap), 0, 1, NULL, NULL,
+     "overlap communication with forward and backward (1)"},
+    {"-I", OPTION_CHOICE, OPTION_AT(data), 0, 0, "recipe|own|split", NULL,
+     "data: same batch on all ranks, own batch each, new samples (recipe)"},
     {"-T", OPTION_TEXT, OPTION_AT(trace), 0, 0, "FILE", "*", "trace file"},
     {"-H", OPTION_INT, OPTION_AT(hash_every), 0, 1e12, NULL, "*", "compare replica hashes every k steps"},
     {"--plan", OPTION_SWITCH, OPTION_AT(plan), 0, 0, NULL, NULL, "print the memory plan and stop"},
@@ -100,12 +119,14 @@ static inline Options options_default(void) {
 
 static inline void options_help(FILE* file) {
     size_t i;
-    fprintf(file, "usage: mpirun -np N ./train_mlp [flags]; the defaults train PyTorch's ZeroRedundancyOptimizer recipe\n");
+    fprintf(file, "usage: mpirun -np N ./train_mlp [flags]; the defaults train PyTorch's "
+                  "ZeroRedundancyOptimizer recipe\n");
     for (i = 0; i < OPTIONS_COUNT; i++) {
         const char* value = OPTIONS[i].choices;
         if (!value) value = OPTIONS[i].kind == OPTION_SWITCH ? "" : OPTIONS[i].kind == OPTION_INT ? "N" : "X";
         fprintf(file, "  %-6s %-22s %s%s%s%s\n", OPTIONS[i].flag, value, OPTIONS[i].help,
-                OPTIONS[i].later ? "; not in this version: " : "", OPTIONS[i].later && *OPTIONS[i].later != '*' ? OPTIONS[i].later : "",
+                OPTIONS[i].later ? "; not in this version: " : "",
+                OPTIONS[i].later && *OPTIONS[i].later != '*' ? OPTIONS[i].later : "",
                 OPTIONS[i].later && *OPTIONS[i].later == '*' ? "this flag" : "");
     }
 }
@@ -125,7 +146,8 @@ static inline int option_find(const char* list, const char* word) {
 
 static inline ZeroResult option_range_error(const Option* option, const char* value) {
     if (option->kind == OPTION_CHOICE)
-        return zero_error(ZERO_ERROR_ARGUMENT, "%s %.60s: one of %s is needed", option->flag, value, option->choices);
+        return zero_error(ZERO_ERROR_ARGUMENT, "%s %.60s: one of %s is needed", option->flag, value,
+                          option->choices);
     return zero_error(ZERO_ERROR_ARGUMENT, "%s %.60s: %s from %.9g to %.9g%s is needed", option->flag, value,
                       option->kind == OPTION_INT ? "a whole number" : "a number", option->low, option->high,
                       option->kind == OPTION_BUCKET ? ", or unit," : "");
@@ -179,15 +201,19 @@ static inline ZeroResult option_set(Options* o, const Option* option, const char
 static inline ZeroResult options_check(const Options* o, int ranks) {
     long long per_micro = o->batch * ranks;
     if (o->reduction == ZERO_REDUCE_ALLREDUCE && o->stage != 0)
-        return zero_error(ZERO_ERROR_ARGUMENT, "-R allreduce: works with -z 0 only, not with -z %lld", o->stage);
+        return zero_error(ZERO_ERROR_ARGUMENT, "-R allreduce: works with -z 0 only, not with -z %lld",
+                          o->stage);
     if (o->total_batch && (o->total_batch % per_micro != 0))
-        return zero_error(ZERO_ERROR_ARGUMENT, "-d %lld: a multiple of -b * ranks = %lld * %d = %lld is needed",
-                          o->total_batch, o->batch, ranks, per_micro);
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "-d %lld: a multiple of -b * ranks = %lld * %d = %lld is needed", o->total_batch,
+                          o->batch, ranks, per_micro);
     if (o->total_batch / per_micro > 1000000)
-        return zero_error(ZERO_ERROR_ARGUMENT, "-d %lld: %lld micro-steps of -b * ranks = %lld; 1 to 1000000 are possible",
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "-d %lld: %lld micro-steps of -b * ranks = %lld; 1 to 1000000 are possible",
                           o->total_batch, o->total_batch / per_micro, per_micro);
     if (o->directory && (o->directory[0] == '\0' || strlen(o->directory) > 3000))
-        return zero_error(ZERO_ERROR_ARGUMENT, "-o %.60s: a path of 1 to 3000 characters is needed", o->directory);
+        return zero_error(ZERO_ERROR_ARGUMENT, "-o %.60s: a path of 1 to 3000 characters is needed",
+                          o->directory);
     return zero_ok();
 }
 

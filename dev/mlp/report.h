@@ -35,13 +35,14 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
         if (i < length && o->directory[i] != '/') continue;
         snprintf(path, sizeof(path), "%.*s", (int)i, o->directory);
         if (mkdir(path, 0777) != 0 && errno != EEXIST)
-            return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s", o->directory, path,
-                              strerror(errno));
+            return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s",
+                              o->directory, path, strerror(errno));
     }
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
     report->log = fopen(path, "w");
     if (!report->log)
-        return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory, strerror(errno));
+        return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory,
+                          strerror(errno));
     return zero_ok();
 }
 
@@ -61,19 +62,22 @@ static inline ZeroResult report_keep(Report* report, double step_ms, double expo
 }
 
 /* One finished step, counted from 1. */
-static inline ZeroResult report_step(Report* report, long long step, double loss, const ZeroReport* z, double step_ms) {
+static inline ZeroResult report_step(Report* report, long long step, double loss, const ZeroReport* z,
+                                     double step_ms) {
     const Options* o = report->options;
     report->loss = loss;
     report->norm = z->norm;
     ZERO_TRY(report_keep(report, step_ms, z->exposed_ms));
     if (!report->writes) return zero_ok();
-    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s\n", step, o->steps, loss,
-           (double)z->norm, o->lr, step_ms, z->exposed_ms, z->skip ? " | skipped: a gradient is not finite" : "");
+    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s\n", step, o->steps,
+           loss, (double)z->norm, o->lr, step_ms, z->exposed_ms,
+           z->skip ? " | skipped: a gradient is not finite" : "");
     fflush(stdout);
     if (report->log) {
         fprintf(report->log, "s:%lld trl:%.9g lr:%.9g norm:%.9g\n", step, loss, o->lr, (double)z->norm);
         if (fflush(report->log) != 0)
-            return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", o->directory, strerror(errno));
+            return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", o->directory,
+                              strerror(errno));
     }
     return zero_ok();
 }
@@ -85,12 +89,13 @@ typedef struct ParamsDigest {
     uint64_t hash; /* over every element with its model index; the order of adding does not matter */
 } ParamsDigest;
 
-static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host, ZeroDtype dtype,
-                                  double sum_factor) {
+static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host,
+                                  ZeroDtype dtype, double sum_factor) {
     double sum = 0.0;
     uint64_t hash = 0;
     for (size_t i = 0; i < segment->count; i++) {
-        uint32_t bits = dtype == ZERO_BF16 ? (uint32_t)((const uint16_t*)host)[i] << 16 : ((const uint32_t*)host)[i];
+        uint32_t bits =
+            dtype == ZERO_BF16 ? (uint32_t)((const uint16_t*)host)[i] << 16 : ((const uint32_t*)host)[i];
         float x;
         memcpy(&x, &bits, sizeof(x));
         sum += x;
@@ -101,8 +106,8 @@ static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segme
 }
 
 /* Reads all params back, segment by segment, behind what `stream` has to do. Biases are the odd segments. */
-static inline ZeroResult params_digest(ParamsDigest* digest, const ZeroLayout* layout, const void* params, size_t width,
-                                       cudaStream_t stream) {
+static inline ZeroResult params_digest(ParamsDigest* digest, const ZeroLayout* layout, const void* params,
+                                       size_t width, cudaStream_t stream) {
     size_t bytes = zero_dtype_bytes(layout->dtype), largest = 1;
     ZeroResult result = zero_ok();
     void* host;
@@ -147,8 +152,10 @@ static inline double report_median(const double* values, size_t count) {
 
 /* JSON has no NaN: null then. */
 static inline void report_number(FILE* file, const char* key, double value) {
-    if (value == value && value - value == 0.0) fprintf(file, "  \"%s\": %.9g,\n", key, value);
-    else fprintf(file, "  \"%s\": null,\n", key);
+    if (value == value && value - value == 0.0)
+        fprintf(file, "  \"%s\": %.9g,\n", key, value);
+    else
+        fprintf(file, "  \"%s\": null,\n", key);
 }
 
 /* Writes DIR/summary.json (whole or not at all) and closes main.log; frees. peak_bytes: the four memory points. */
@@ -165,14 +172,16 @@ static inline ZeroResult report_close(Report* report, int ranks, uint64_t skippe
         file = failed ? NULL : fopen(temporary, "w");
     }
     if (file) {
-        fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n", ranks, o->stage,
-                o->steps, (unsigned long long)skipped);
+        fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n",
+                ranks, o->stage, o->steps, (unsigned long long)skipped);
         report_number(file, "loss", report->loss);
         report_number(file, "norm", report->norm);
-        fprintf(file, digest->sum - digest->sum == 0.0 ? "  \"params_sum\": %.17g,\n" : "  \"params_sum\": null,\n", digest->sum);
+        fprintf(file,
+                digest->sum - digest->sum == 0.0 ? "  \"params_sum\": %.17g,\n" : "  \"params_sum\": null,\n",
+                digest->sum);
         fprintf(file, "  \"params_hash\": \"%016llx\",\n", (unsigned long long)digest->hash);
-        fprintf(file, "  \"peak_mb\": [%.6f, %.6f, %.6f, %.6f],\n", 1e-6 * (double)peak_bytes[0], 1e-6 * (double)peak_bytes[1],
-                1e-6 * (double)peak_bytes[2], 1e-6 * (double)peak_bytes[3]);
+        fprintf(file, "  \"peak_mb\": [%.6f, %.6f, %.6f, %.6f],\n", 1e-6 * (double)peak_bytes[0],
+                1e-6 * (double)peak_bytes[1], 1e-6 * (double)peak_bytes[2], 1e-6 * (double)peak_bytes[3]);
         fprintf(file, "  \"optimizer_state_mb\": %.6f,\n", 1e-6 * (double)state_bytes);
         fprintf(file, "  \"step_ms\": %.3f,\n", report_median(report->step_ms, report->count));
         fprintf(file, "  \"exposed_ms\": %.3f\n}\n", report_median(report->exposed_ms, report->count));
@@ -185,6 +194,8 @@ static inline ZeroResult report_close(Report* report, int ranks, uint64_t skippe
     free(report->exposed_ms);
     report->step_ms = report->exposed_ms = NULL;
     report->log = NULL;
-    if (failed) return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", o->directory, strerror(errno));
+    if (failed)
+        return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", o->directory,
+                          strerror(errno));
     return zero_ok();
 }

@@ -61,7 +61,8 @@ static inline double torch_uniform_double(TorchRandom* random) {
 /* uniform(-bound, bound) */
 static inline void torch_uniform(TorchRandom* random, float* x, size_t count, double bound) {
     const float from = (float)-bound, to = (float)bound;
-    for (size_t i = 0; i < count; i++) x[i] = fmaf(torch_uniform_unit(random), to - from, from); /* one rounding, as PyTorch's build does */
+    for (size_t i = 0; i < count; i++)
+        x[i] = fmaf(torch_uniform_unit(random), to - from, from); /* one rounding, as PyTorch's build does */
 }
 
 /* 16 uniforms to 16 normals, in place */
