@@ -148,7 +148,7 @@ static ZeroResult make_buffers(Bench* b, ZeroRounding rounding) {
     size_t values = count * zero_dtype_bytes(dtype), states = count * 4;
     size_t masters = rounding == ZERO_ROUND_MASTERS ? states : 0;
     ZeroScalars* scalars;
-    ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, 0, 1};
+    ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, 0, 1, 0.0};
     ZeroScalars result;
 
     b->grads_bytes = values;

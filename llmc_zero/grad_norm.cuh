@@ -127,12 +127,12 @@ static __device__ __forceinline__ double zero_block_sum(double value) {
     return sum;
 }
 
+/* Adds the squares of kCount elements to as many sums: independent ones, so that they need not wait for each other. */
 template <int kCount, typename Grad>
-static __device__ __forceinline__ double zero_add_squares(const Grad* grads, double sum) {
+static __device__ __forceinline__ void zero_add_squares(const Grad* grads, double* sums) {
     float g[kCount];
     zero_load(grads, g);
-    for (int k = 0; k < kCount; k++) sum = __fma_rn((double)g[k], (double)g[k], sum);
-    return sum;
+    for (int k = 0; k < kCount; k++) sums[k] = __fma_rn((double)g[k], (double)g[k], sums[k]);
 }
 
 /* Block b adds up the chunks from b * chunks / blocks to (b + 1) * chunks / blocks. */
@@ -142,18 +142,18 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
                               double* partials) {
     size_t first = (size_t)blockIdx.x * chunks_count / gridDim.x;
     size_t last = ((size_t)blockIdx.x + 1) * chunks_count / gridDim.x;
-    double sum = 0.0;
+    double sums[4] = {0.0, 0.0, 0.0, 0.0};
     for (size_t c = first; c < last; c++) {
         const ZeroChunk& chunk = chunks[c];
         const Grad* g = grads + chunk.flat_offset;
         uint32_t head, vectors;
         zero_split_chunk(chunk, aligned, &head, &vectors);
         for (uint32_t i = threadIdx.x; i < vectors; i += ZERO_BLOCK_THREADS)
-            sum = zero_add_squares<4>(g + head + 4 * (size_t)i, sum);
+            zero_add_squares<4>(g + head + 4 * (size_t)i, sums);
         for (uint32_t i = threadIdx.x; i < chunk.count - 4 * vectors; i += ZERO_BLOCK_THREADS)
-            sum = zero_add_squares<1>(g + (i < head ? i : i + 4 * vectors), sum);
+            zero_add_squares<1>(g + (i < head ? i : i + 4 * vectors), sums);
     }
-    sum = zero_block_sum(sum);
+    const double sum = zero_block_sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
     if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 

@@ -102,7 +102,7 @@ static inline size_t zero_state_count(const ZeroLayout* layout, int stage) {
 
 #define ZERO_SCALARS_BYTES 256 /* one block of device scalars */
 
-#define ZERO_NORM_BLOCKS_MAX 4096 /* partial sums of squares, one a block */
+#define ZERO_NORM_BLOCKS_MAX 1024 /* partial sums of squares, one a block: one wave on a large GPU */
 
 /* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the fp64 partial sums of the norm, the
    scalars, and two fp64 numbers to send and two from each rank (one rank sends none). */

@@ -110,7 +110,8 @@ ZeroScalars scalars_for(const Settings& s) {
                                  s.grad_scale,
                                  0.0,
                                  s.seed,
-                                 1};
+                                 1,
+                                 0.0};
     ok(zero_set_t_launch(scalars.at, s.t - 1, NULL));
     ok(zero_norm_finish(&norm, &settings, NULL));
     ZeroScalars result = scalars.get()[0];

@@ -396,7 +396,7 @@ TEST(Step, NoiseKeysDifferByStepAndSeed) {
     for (uint64_t seed = 0; seed < 10; seed++) {
         Ranks x({1}, 1, ZERO_FP32);
         for (int t = 0; t < 100; t++) {
-            ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, seed, 1};
+            ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, seed, 1, 0.0};
             ZeroScalars s = x.finish({1, 0}, settings);
             keys.push_back((uint64_t)s.noise_key[1] << 32 | s.noise_key[0]);
         }

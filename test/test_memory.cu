@@ -47,8 +47,8 @@ TEST(Memory, RecipeInFp32On2Ranks) {
         EXPECT_EQ(on.state_bytes, flat); /* 320.16 MB: exactly half */
         /* A layer is 1954 chunks and one; 10 layers a rank, and the cut is between two layers but for the
          * padding. */
-        EXPECT_GE(on.scratch_bytes, 40u * 19550 + 8 * 4096 + 256 + 48);
-        EXPECT_LE(on.scratch_bytes, 40u * 19551 + 8 * 4096 + 256 + 48);
+        EXPECT_GE(on.scratch_bytes, 40u * 19550 + 8 * 1024 + 256 + 48);
+        EXPECT_LE(on.scratch_bytes, 40u * 19551 + 8 * 1024 + 256 + 48);
         EXPECT_EQ(off.scratch_bytes, on.scratch_bytes + 40u * 39100);
         EXPECT_EQ(zero_plan_total(&on), on.params_bytes + on.grads_bytes + on.state_bytes + on.scratch_bytes);
         EXPECT_LE(zero_plan_total(&on), 963000000u); /* 960.5 MB and scratch */
@@ -98,7 +98,7 @@ TEST(Memory, ScratchCountsChunksPartialsAndSums) {
     segment.count = (size_t)2048 * 5000; /* more chunks than partial sums */
     config.ranks = 1;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 5000 * 40 + 4096 * 8 + 256 + 2 * 8u);
+    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 5000 * 40 + 1024 * 8 + 256 + 2 * 8u);
     zero_layout_free(&layout);
 }
 
