@@ -236,6 +236,7 @@ TEST(Optimizer, FixedOffsetsOfTheCaller) {
         ASSERT_EQ(cudaMalloc((void**)&params, bytes), cudaSuccess);
         ASSERT_EQ(cudaMalloc((void**)&grads, bytes), cudaSuccess);
         ASSERT_EQ(cudaMemset(params, 0, bytes), cudaSuccess);
+        ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess); // the memset is on another stream than what follows
         config = sgd(1);
         OK(zero_init(&m.z, &config, &m.layout, world.rank, world.comm, m.stream, NULL));
         OK(zero_alloc_params(&m.z, params));
