@@ -58,7 +58,8 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
     ZeroResult result = zero_layout(layout, segments, 2 * (int)o->layers, &config);
     free(segments);
     if (result.code == ZERO_OK) return result;
-    return zero_error(result.code, "-L %lld -C %lld -K %g: %s", o->layers, o->width, o->bucket_mb,
+    if (o->bucket_unit) return zero_error(result.code, "-K unit -L %lld: %s", o->layers, result.text);
+    return zero_error(result.code, "-K %g -L %lld -C %lld: %s", o->bucket_mb, o->layers, o->width,
                       result.text);
 }
 
@@ -93,18 +94,51 @@ static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
     return zero_plan(plan, &mlp->layout, &choice);
 }
 
+// Refuses what cannot fit before anything is allocated. Collective, because ranks may share a device: what they want is
+// added up, and all of them get the same answer.
 static ZeroResult mlp_check_memory(const Mlp* mlp) {
+    typedef struct Wish {
+        char host[72], uuid[16];
+        double wanted, free;
+    } Wish;
+    const ZeroWorld* world = mlp->world;
     size_t free_bytes = 0, total_bytes = 0;
+    cudaDeviceProp device;
     ZeroPlan plan;
-    ZERO_TRY(mlp_plan(mlp, mlp->world->rank, &plan));
-    const double wanted = (double)zero_plan_total(&plan) + (double)activation_bytes(mlp);
-    ZERO_TRY_CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
-    if (wanted <= (double)free_bytes) return zero_ok();
-    return zero_error(ZERO_ERROR_MEMORY,
-                      "-L %d -C %zu -b %lld: need %.1f MB of device memory on each of %d ranks, %.1f "
-                      "MB are free: lower one of them, or use more ranks",
-                      mlp->layers, mlp->width, mlp->options->batch, 1e-6 * wanted, mlp->world->ranks,
-                      1e-6 * (double)free_bytes);
+    Wish mine, *all = (Wish*)calloc((size_t)world->ranks, sizeof(Wish));
+    ZeroResult result = all ? mlp_plan(mlp, world->rank, &plan)
+                            : zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
+    memset(&mine, 0, sizeof(mine));
+    if (result.code == ZERO_OK && (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess ||
+                                   cudaGetDeviceProperties(&device, world->device) != cudaSuccess))
+        result = zero_error(ZERO_ERROR_CUDA, "asking the device for its memory: %s",
+                            cudaGetErrorString(cudaGetLastError()));
+    result = zero_world_agree(mlp->world, result);
+    if (result.code == ZERO_OK) {
+        memcpy(mine.host, world->host, sizeof(mine.host));
+        memcpy(mine.uuid, &device.uuid, sizeof(mine.uuid));
+        mine.wanted = (double)zero_plan_total(&plan) + (double)activation_bytes(mlp);
+        mine.free = (double)free_bytes;
+        result = zero_world_gather(mlp->world, &mine, sizeof(mine), all);
+    }
+    for (int r = 0; r < world->ranks && result.code == ZERO_OK; r++) {
+        int sharing = 0;
+        double wanted = 0.0;
+        for (int other = 0; other < world->ranks; other++)
+            if (memcmp(&all[other], &all[r], sizeof(mine.host) + sizeof(mine.uuid)) == 0) {
+                wanted += all[other].wanted;
+                sharing++;
+            }
+        if (wanted > all[r].free)
+            result = zero_error(
+                ZERO_ERROR_MEMORY,
+                "-L %d -C %zu -b %lld: need %.1f MB of device memory for %d of %d ranks, %.1f MB are "
+                "free: lower one of them, or use more devices",
+                mlp->layers, mlp->width, mlp->options->batch, 1e-6 * wanted, sharing, world->ranks,
+                1e-6 * all[r].free);
+    }
+    free(all);
+    return result;
 }
 
 static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_t bytes) {
@@ -112,8 +146,8 @@ static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_
     if (error != cudaSuccess) {
         *pointer = NULL;
         cudaGetLastError();
-        return zero_error(ZERO_ERROR_MEMORY, "rank %d: %s of %.1f MB: %s", mlp->world->rank, what,
-                          1e-6 * (double)bytes, cudaGetErrorString(error));
+        return zero_error(ZERO_ERROR_MEMORY, "%s of %.1f MB: %s", what, 1e-6 * (double)bytes,
+                          cudaGetErrorString(error));
     }
     zero_memory_add(&mlp->memory, ZERO_MEMORY_ACTIVATIONS, bytes);
     return zero_ok();
@@ -187,11 +221,9 @@ typedef struct PeakBytes {
     size_t params, grads, before_update, after_update;
 } PeakBytes;
 
-static ZeroResult mlp_create(Mlp* mlp, const Options* o, ZeroWorld* world, PeakBytes* peaks) {
+// Everything that needs no device: sizes and the layout.
+static ZeroResult mlp_prepare(Mlp* mlp, const Options* o, ZeroWorld* world) {
     const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype);
-    const ZeroConfig config = mlp_config(o);
-    TorchRandom random;
-    memset(mlp, 0, sizeof(*mlp));
     mlp->options = o;
     mlp->world = world;
     mlp->layers = (int)o->layers;
@@ -203,10 +235,16 @@ static ZeroResult mlp_create(Mlp* mlp, const Options* o, ZeroWorld* world, PeakB
     mlp->memory = zero_memory();
     mlp->names = (char(*)[24])calloc(2 * (size_t)o->layers, sizeof(mlp->names[0]));
     if (!mlp->names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
-    ZERO_TRY(mlp_layout(&mlp->layout, o, world->ranks, mlp->names));
-    ZERO_TRY(mlp_check_memory(mlp));
-    ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&mlp->stream, cudaStreamNonBlocking));
+    return mlp_layout(&mlp->layout, o, world->ranks, mlp->names);
+}
 
+static ZeroResult mlp_create(Mlp* mlp, PeakBytes* peaks) {
+    const Options* o = mlp->options;
+    const ZeroWorld* world = mlp->world;
+    const size_t bytes = zero_dtype_bytes(mlp->dtype);
+    const ZeroConfig config = mlp_config(o);
+    TorchRandom random;
+    ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&mlp->stream, cudaStreamNonBlocking));
     ZERO_TRY(
         zero_init(&mlp->zero, &config, &mlp->layout, world->rank, world->comm, mlp->stream, &mlp->memory));
     ZERO_TRY(zero_alloc_params(&mlp->zero, NULL));
@@ -283,16 +321,16 @@ static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
     return mlp_backward(mlp, x);
 }
 
-// One step: forward and backward of each micro-step, norm, update. The norm is asked for because the log wants it.
+// One step: forward and backward of each micro-step, norm, update.
 static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
-    float norm;
     for (int micro = 0; micro < mlp->micros; micro++) ZERO_TRY(mlp_micro_step(mlp, micro));
     peaks->before_update = mlp->memory.peak_bytes;
-    ZERO_TRY(zero_grad_norm(&mlp->zero, &norm));
+    ZERO_TRY(zero_grad_norm(&mlp->zero, NULL));
     ZERO_TRY(zero_update(&mlp->zero, mlp->options->lr));
     peaks->after_update = mlp->memory.peak_bytes;
-    ZERO_TRY(
-        zero_world_wait(mlp->world, mlp->stream)); // not for the gathers: those run on under the next forward
+    // The log wants the norm. This wait also sees a peer that died; it is not for the gathers, which run on under the
+    // next forward.
+    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
     ZERO_TRY(zero_report(&mlp->zero, report));
     mlp->steps_done++;
     return zero_ok();
@@ -346,6 +384,7 @@ static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDig
            1e-6 * (double)mlp->memory.held_bytes[ZERO_MEMORY_STATE], mlp->options->stage, mlp->world->ranks);
     if (last->skipped) printf("skipped steps: %llu\n", (unsigned long long)last->skipped);
     printf("params sum is: %.10f\n", digest->sum);
+    printf("plain sum of the parameters: %.10f\n", digest->plain_sum);
     printf("params hash: %016llx (the same on %d rank%s)\n", (unsigned long long)digest->hash,
            mlp->world->ranks, mlp->world->ranks == 1 ? "" : "s");
 }
@@ -377,24 +416,28 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     ZeroReport last;
     memset(&last, 0, sizeof(last));
     *fatal = 0;
+    memset(&mlp, 0, sizeof(mlp));
     ZeroResult result = report_open(&report, o, world->rank == 0);
-    if (result.code == ZERO_OK)
-        result = mlp_create(&mlp, o, world, &peaks);
-    else
-        memset(&mlp, 0, sizeof(mlp));
+    if (result.code == ZERO_OK) result = mlp_prepare(&mlp, o, world);
     result = zero_world_agree(world, result);
+    if (result.code == ZERO_OK) result = mlp_check_memory(&mlp);
+    if (result.code == ZERO_OK) result = zero_world_agree(world, mlp_create(&mlp, &peaks));
     if (result.code == ZERO_OK) {
         if (world->rank == 0) print_header(&mlp);
         result = train_steps(&mlp, &report, &peaks, &last);
         if (result.code == ZERO_OK) result = compare_ranks(&mlp, &digest);
         *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA ||
-                 result.code == ZERO_ERROR_SYSTEM;
+                 result.code == ZERO_ERROR_SYSTEM || result.code == ZERO_ERROR_MEMORY;
         if (*fatal) return result; // a stream may wait for a peer for ever: nothing is freed
         if (result.code == ZERO_OK && world->rank == 0) {
             print_result(&mlp, &peaks, &digest, &last);
             result = report_close(&report, world->ranks, last.skipped, &digest, &peaks.params,
                                   mlp.memory.held_bytes[ZERO_MEMORY_STATE]);
         }
+        if (result.code == ZERO_OK && !(digest.sum - digest.sum == 0.0))
+            result = zero_error(ZERO_ERROR_ARGUMENT,
+                                "-l %g -c %g: parameters are not finite at the end: lower them", o->lr,
+                                o->weight_decay);
         result = zero_world_agree(world, result);
     }
     mlp_free(&mlp);
@@ -450,36 +493,85 @@ static ZeroWorldConfig world_config(const Options* o) {
     return config;
 }
 
+// Ranks that were started with different flags would train different models, or wait for each other for ever.
+static ZeroResult compare_options(ZeroWorld* world, const Options* o) {
+    Options mine = options_comparable(o), *all = (Options*)calloc((size_t)world->ranks, sizeof(Options));
+    ZeroResult result =
+        all ? zero_world_gather(world, &mine, sizeof(mine), all)
+            : zero_error(ZERO_ERROR_MEMORY, "no host memory for %d sets of flags", world->ranks);
+    for (int r = 1; r < world->ranks && result.code == ZERO_OK; r++) {
+        const char* flag = options_difference(&all[0], &all[r]);
+        if (flag)
+            result = zero_error(ZERO_ERROR_ARGUMENT,
+                                "%s: rank %d was started with another value than rank 0; all ranks "
+                                "need the same flags",
+                                flag, r);
+    }
+    free(all);
+    return result;
+}
+
+// An error of start-up in terms of the flags that ask for it.
+static ZeroResult name_start_flags(ZeroResult result, const Options* o) {
+    if (result.code == ZERO_OK) return result;
+    if (o->start_method && strcmp(o->start_method, "fs") == 0)
+        return zero_error(result.code, "-pi fs -pf %.60s -pn %lld -pr %lld: %s", o->start_path,
+                          o->start_ranks, o->start_rank, result.text);
+    if (o->gpus_per_node > 0) return zero_error(result.code, "-pg %lld: %s", o->gpus_per_node, result.text);
+    return result;
+}
+
+static ZeroResult run(ZeroWorld* world, const Options* o, ZeroResult parsed, int* fatal) {
+    if (parsed.code == ZERO_OK && !o->help) parsed = options_check(o, world->ranks);
+    ZERO_TRY(zero_world_agree(world, parsed));
+    ZERO_TRY(compare_options(world, o));
+    if (o->help || o->plan) {
+        ZeroResult result = zero_ok();
+        if (world->rank == 0 && o->help)
+            options_help(stdout);
+        else if (world->rank == 0)
+            result = print_plan(o, world->ranks);
+        return zero_world_agree(world, result);
+    }
+    ZeroResult result = name_start_flags(zero_world_device(world), o);
+    *fatal = world->broken;
+    return result.code == ZERO_OK ? train(world, o, fatal) : result;
+}
+
+// One line, whatever was typed.
+static void print_error(const char* who, ZeroResult result) {
+    for (char* c = result.text; *c; c++)
+        if ((unsigned char)*c < ' ') *c = '?';
+    fprintf(stderr, "train_mlp: %s%s\n", who, result.text);
+}
+
 int main(int argc, char** argv) {
     Options options;
     ZeroWorld world;
+    char who[32];
     int fatal = 0;
     ZeroResult parsed = options_parse(&options, argc, argv);
+    if (options_check_start(&options).code != ZERO_OK) { // said below, once, by ranks that MPI may have started
+        const Options defaults = options_default();
+        options.start_method = defaults.start_method;
+    }
     ZeroWorldConfig config = world_config(&options);
     ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
     if (result.code != ZERO_OK) {
-        fprintf(stderr, "train_mlp: %s\n", parsed.code != ZERO_OK ? parsed.text : result.text);
+        print_error("", parsed.code != ZERO_OK ? parsed : name_start_flags(result, &options));
         zero_world_abort(&world, 1);
         return 1;
     }
-    if (parsed.code == ZERO_OK && !options.help) parsed = options_check(&options, world.ranks);
-    result = zero_world_agree(&world, parsed);
-    if (result.code == ZERO_OK && options.help) {
-        if (world.rank == 0) options_help(stdout);
-    } else if (result.code == ZERO_OK && options.plan) {
-        if (world.rank == 0) result = print_plan(&options, world.ranks);
-        result = zero_world_agree(&world, result);
-    } else {
-        if (result.code == ZERO_OK) result = zero_world_device(&world);
-        if (result.code == ZERO_OK) result = train(&world, &options, &fatal);
-    }
-    fflush(stdout);
+    result = run(&world, &options, parsed, &fatal);
+    if (fflush(stdout) != 0 && result.code == ZERO_OK)
+        result = zero_error(ZERO_ERROR_SYSTEM, "writing to standard output: %s", strerror(errno));
     if (fatal) {
-        fprintf(stderr, "train_mlp: rank %d: %s\n", world.rank, result.text);
+        snprintf(who, sizeof(who), "rank %d: ", world.rank);
+        print_error(who, result);
         zero_world_abort(&world, 1);
         _exit(1); // hard: a stream may wait for a peer that is gone
     }
-    if (result.code != ZERO_OK && world.rank == 0) fprintf(stderr, "train_mlp: %s\n", result.text);
+    if (result.code != ZERO_OK && world.rank == 0) print_error("", result);
     zero_world_finish(&world);
     return result.code != ZERO_OK;
 }

@@ -6,7 +6,10 @@
 #      a step; the same with buckets, in bf16 with masters and in bf16 without
 #   3. update and norm kernels as a share of copy and read bandwidth at 10M, 124M and 1G elements
 #   4. the unit tests
-#   5. compute-sanitizer, memcheck and racecheck, on the unit tests
+#   5. compute-sanitizer, memcheck and racecheck, on the unit tests that launch kernels
+#
+# NCCL and cuBLASLt may be there as Python packages only. GoogleTest may come along with the checkout:
+#   mkdir -p build/gtest && cp -r /usr/include/gtest /usr/src/googletest/googletest/src build/gtest
 #
 # Prints one table and leaves it in build/gpu_check/table.txt. Ends within BUDGET seconds (340); every part
 # has a limit of its own, and what no longer fits is in the table as "did not fit". Exit code 1 if any failed.
@@ -56,28 +59,35 @@ limited() {
 # ---- what this machine has -------------------------------------------------------------------------------
 
 mpirun=$(command -v mpirun || { [[ -x .venv/bin/mpirun ]] && echo .venv/bin/mpirun; } || true)
-have mpicc || [[ -x .venv/bin/mpicc ]] || export NO_MPI=1
-[[ -n $mpirun ]] || export NO_MPI=1
+{ [[ -n $mpirun ]] && { mpicc -showme:link || .venv/bin/mpicc -showme:link; }; } >/dev/null 2>&1 || export NO_MPI=1
 mpi=$([[ -n ${NO_MPI:-} ]] && echo "no MPI" || echo "MPI")
 if [[ $DEVICE == cuda ]]; then
-    PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+    toolkit=${CUDA_HOME:-/usr/local/cuda}
+    PATH=$PATH:$toolkit/bin
+    export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$toolkit/lib64
     if ! have nvcc || ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
         echo "gpu_check: needs nvcc and a GPU; --dry-run tries this script on the CPU build" >&2
         exit 2
     fi
     row "machine" "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)" \
         "$(nvcc --version | sed -n 's/^.*release \([0-9.]*\),.*/nvcc \1/p')" "$mpi"
-    # NCCL may be there as a Python package only, and then without a libnccl.so for the linker
-    if [[ -z ${NCCL_HOME:-} ]] && ! echo '#include <nccl.h>' | nvcc -E -x cu - >/dev/null 2>&1; then
-        header=$(find /usr /opt "$HOME" -path '*/nvidia/nccl/include/nccl.h' 2>/dev/null | head -n 1)
-        [[ -n $header ]] || { echo "gpu_check: no nccl.h on this machine" >&2; exit 2; }
-        package=${header%/include/nccl.h}
-        mkdir -p "$work/nccl/lib"
-        ln -sfn "$package/include" "$work/nccl/include"
-        ln -sf "$package"/lib/libnccl.so.* "$work/nccl/lib/"
-        ln -sf "$(basename "$package"/lib/libnccl.so.*)" "$work/nccl/lib/libnccl.so"
-        export NCCL_HOME=$PWD/$work/nccl
-    fi
+    # A library may be there as a Python package only, and then without a lib*.so for the linker.
+    rm -rf "$work/libs"
+    for name in nccl cublasLt; do
+        [[ $name != nccl || -z ${NCCL_HOME:-} ]] || continue
+        printf '#include <%s.h>\nint main() { void* volatile f = (void*)%sGetVersion; return !f; }\n' \
+            $name $name >"$work/probe.cu"
+        ! nvcc "$work/probe.cu" -l$name -o "$work/probe" >/dev/null 2>&1 || continue
+        mapfile -t folders < <(python3 -c 'import sys; print("\n".join(filter(None, sys.path)))' 2>/dev/null)
+        library=$(find -L /usr /opt "${HOME:-/root}" "${folders[@]}" -path "*/nvidia/*/lib/lib$name.so.[0-9]*" \
+            2>/dev/null | head -n 1)
+        [[ -n $library ]] || { echo "gpu_check: no lib$name to link with on this machine" >&2; exit 2; }
+        mkdir -p "$work/libs/lib" "$work/libs/include"
+        ln -sf "${library%/lib/*}/include/${name%Lt}"* "$work/libs/include/"
+        ln -sf "$library" "$work/libs/lib/"
+        ln -sf "$(basename "$library")" "$work/libs/lib/lib$name.so"
+        export NCCL_HOME=$PWD/$work/libs
+    done
 else
     row "machine" "CPU build" "$(uname -m), $(nproc) cores" "$mpi"
 fi
@@ -88,6 +98,12 @@ build() {   # build LIMIT NAME TARGET...
 }
 
 # ---- 2: the recipe ---------------------------------------------------------------------------------------
+
+# As in dev/launch.py: root may, no ssh is needed, ranks of one machine talk through shared memory.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_plm_rsh_agent=/bin/false
+export PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_hwloc_base_binding_policy=none
+export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,vader OMPI_MCA_btl_vader_single_copy_mechanism=none
+export OMPI_MCA_oob_tcp_if_include=lo OMPI_MCA_mpi_yield_when_idle=1
 
 # One rank. NCCL takes several on one GPU if each has a host name of its own and they talk over the loopback.
 cat >"$work/rank.sh" <<'RANK'
@@ -120,8 +136,7 @@ train() {
     else
         command=("$mpirun" --oversubscribe -np "$ranks" sh "$work/rank.sh" "$ranks" "${command[@]}")
     fi
-    limited 40 "$(basename "$folder")" env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-        OMPI_MCA_hwloc_base_binding_policy=none "${command[@]}"
+    limited 40 "$(basename "$folder")" "${command[@]}"
 }
 # value KEY FOLDER: from summary.json; of a list the last number
 value() { tr -d '\n' <"$2/summary.json" | sed "s/.*\"$1\": *\(\[[^]]*, *\)\?\"\?\([^],}\"]*\).*/\2/"; }
@@ -151,6 +166,16 @@ bandwidth() {
 
 # ---- 4: unit tests ---------------------------------------------------------------------------------------
 
+has_gtest() { echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; }
+own_gtest() {   # what came along in build/gtest, compiled beside all else
+    export CPATH=$PWD/build/gtest${CPATH:+:$CPATH} LIBRARY_PATH=$PWD/$work${LIBRARY_PATH:+:$LIBRARY_PATH}
+    local name
+    for name in gtest-all gtest_main; do
+        { g++ -O1 -c "build/gtest/src/$name.cc" -o "$work/$name.o" &&
+            ar rcs "$work/lib${name%-all}.a" "$work/$name.o"; } &
+    done
+}
+
 units=()
 find_units() {
     local file name
@@ -168,24 +193,41 @@ unit_tests() {
     for name in "${units[@]}"; do
         limited "$limit" "$name" "${share[@]}" "build/test/$name"
         row "unit test" "$name" "$(grep -o '[0-9]* tests\? .*ran' "$work/logs/$name" | tail -n 1)" "$outcome"
+        if [[ $name == test_optimizer && -z ${NO_MPI:-} ]]; then
+            limited "$limit" "$name-2" "$mpirun" --oversubscribe -np 2 "${share[@]}" \
+                sh "$work/rank.sh" 2 "build/test/$name"
+            row "unit test" "$name, 2 ranks" "" "$outcome"
+        fi
     done
 }
 
 # ---- 5: sanitizer ----------------------------------------------------------------------------------------
 
+# One tool on one program, an eighth of its tests at a time until the time is up.
+sanitize() {
+    local tool=$1 name=$2 part whole=0 said=""
+    for part in 0 1 2 3 4 5 6 7; do
+        limited 60 "$tool-$name-$part" env GTEST_TOTAL_SHARDS=8 GTEST_SHARD_INDEX=$part \
+            compute-sanitizer --tool "$tool" --error-exitcode 9 "build/test/$name"
+        [[ $outcome == "did not fit" ]] ||
+            said=$(grep -o 'SUMMARY.*' "$work/logs/$tool-$name-$part" | tail -n 1)
+        [[ $outcome == fine ]] || break
+        whole=$((whole + 1))
+    done
+    row "$tool" "$name" "$whole of 8 parts; last: ${said:-no summary}" "$outcome"
+}
 sanitizer() {
-    local tool name said
+    local tool name
     if [[ $DEVICE == cpu ]] || ! have compute-sanitizer; then
         row "compute-sanitizer" "memcheck, racecheck" "" "left out: none here"
         return
     fi
     for tool in memcheck racecheck; do
-        for name in "${units[@]}"; do
-            limited 40 "$tool-$name" compute-sanitizer --tool "$tool" --error-exitcode 9 "build/test/$name"
-            said=$(grep -o 'SUMMARY.*' "$work/logs/$tool-$name" | tail -n 1)
-            row "$tool" "$name" "$said" "$outcome"
+        for name in "${units[@]}"; do   # side by side: the programs are small, the cores many
+            case $name in test_layout | test_memory | test_world) ;; *) sanitize "$tool" "$name" & ;; esac
         done
     done
+    wait
 }
 
 # ---- all of it -------------------------------------------------------------------------------------------
@@ -194,7 +236,18 @@ if [[ -n $bench_only ]]; then
     build 120 bandwidth build/gpu_check/bandwidth
     bandwidth
 else
-    build 120 programs train_mlp build/gpu_check/bandwidth
+    if [[ -d build/gtest/src ]] && ! has_gtest; then own_gtest; fi
+    build 200 programs train_mlp build/gpu_check/bandwidth
+    wait   # for own_gtest
+    if has_gtest; then
+        targets=(build/test/test_{adamw,grad_norm}_fast)
+        for name in test/test_*.cu; do
+            [[ $name == test/test_cpu_* ]] || targets+=("build/${name%.cu}")
+        done
+        build 200 units "${targets[@]}" &   # beside the recipe, whose times are a GPU's
+    else
+        row "unit tests" "$(cd test && echo test_*.cu)" "" "left out: no GoogleTest here"
+    fi
     small=()
     [[ -z $dry ]] || small=(-L 4 -C 200)
     for ranks in 1 2 4; do on_off "$ranks" recipe "${small[@]}"; done
@@ -202,12 +255,8 @@ else
     on_off 2 buckets "${own[@]}" -K "${dry:+0.}25"
     on_off 2 bf16-masters "${own[@]}" -P bf16
     on_off 2 bf16-stochastic "${own[@]}" -P bf16 -w 0
+    wait
     bandwidth
-    if echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; then
-        build 150 units units
-    else
-        row "unit tests" "$(cd test && echo test_*.cu)" "" "left out: no GoogleTest here"
-    fi
     find_units
     unit_tests
     sanitizer

@@ -80,7 +80,7 @@ zero_error(ZeroCode code, const char* format, ...) {
 #define ZERO_TRY_NCCL(call)                                                                        \
     do {                                                                                           \
         ncclResult_t zero_try_nccl = (call);                                                       \
-        if (zero_try_nccl != ncclSuccess && zero_try_nccl != ncclInProgress)                       \
+        if (zero_try_nccl != ncclSuccess) /* ncclInProgress too: see collectives.cuh */            \
             return zero_error(ZERO_ERROR_NCCL, "%s: %s: %s (%s:%d)", #call,                        \
                               ncclGetErrorString(zero_try_nccl), ncclGetLastError(NULL), __FILE__, \
                               __LINE__);                                                           \

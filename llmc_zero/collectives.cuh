@@ -14,7 +14,9 @@
      O3  the update of the next step overwrites a slice that a gather reads:   that gather lies before the next
          step's reduces in the comm stream, so behind E2
    With one rank there is no exchange and no edge; with ZERO_NO_NCCL nothing else is possible.
-   A communicator that the host framework uses too may be shared: the same calls in the same order on every rank.
+   The communicator must be a blocking one (NCCL's default): with a non-blocking one a collective may reach its stream
+   after the event behind it; ncclInProgress is therefore an error here. It may be shared with the host framework: the
+   same calls in the same order on every rank.
 
    defines: ZeroNcclComm, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_reduce, zero_comm_wait_reduced,
             zero_comm_gather_sums, zero_comm_gather, zero_comm_wait_gathered, zero_comm_drain, zero_wait_event,
@@ -127,15 +129,27 @@ static inline ZeroResult zero_clock_mark(ZeroComm* c) {
     return zero_ok();
 }
 
+/* Whether an event has happened; "not yet" does not stay behind as the caller's last error. */
+static inline ZeroResult zero_query_event(cudaEvent_t event, int* happened) {
+    cudaError_t state = cudaEventQuery(event);
+    *happened = state == cudaSuccess;
+    if (state == cudaErrorNotReady)
+        (void)cudaGetLastError();
+    else if (state != cudaSuccess)
+        return zero_error(ZERO_ERROR_CUDA, "cudaEventQuery: %s: earlier work on the device failed",
+                          cudaGetErrorString(state));
+    return zero_ok();
+}
+
 /* Host wait for an event, never for ever: a peer that died is seen by NCCL or by the time limit (case J1). */
 static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
     struct timespec start, now;
     long polls = 0;
+    int happened;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (;;) {
-        cudaError_t state = cudaEventQuery(event);
-        if (state == cudaSuccess) return zero_ok();
-        if (state != cudaErrorNotReady) ZERO_TRY_CUDA(state);
+        ZERO_TRY(zero_query_event(event, &happened));
+        if (happened) return zero_ok();
 #ifndef ZERO_NO_NCCL
         if (c->comm && polls % 64 == 63) {
             ncclResult_t async = ncclSuccess;

@@ -207,7 +207,8 @@ static __global__ void zero_norm_finish_kernel(const double* sums, const Setting
     norm = sqrt(squares) * fabs(settings.grad_scale);
     if (settings.max_norm > 0.0 && settings.max_norm < norm + 1e-6)
         factor *= settings.max_norm / (norm + 1e-6);
-    s->skip = !(sqrt(squares) * fabs(factor) <= limit); /* true for NaN too */
+    s->skip = !(sqrt(squares) * fabs(factor) <= limit) || /* true for NaN too */
+              !(fabs(factor) >= 1.1754944e-38);           /* would be flushed to 0 in fp32 */
     s->passenger_sum = passenger;
     s->norm = (float)norm;
     if (s->skip) {

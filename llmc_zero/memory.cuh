@@ -116,7 +116,7 @@ static inline size_t zero_scratch_bytes(const ZeroLayout* layout, int rank, int 
            2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1);
 }
 
-/* The bytes that a rank will hold. Source of the table: README, "Memory". */
+/* The bytes that a rank will hold. The README has the table. */
 static inline ZeroResult zero_plan(ZeroPlan* plan, const ZeroLayout* layout, const ZeroPlanChoice* choice) {
     size_t flat_bytes = zero_padded_count(layout) * zero_dtype_bytes(layout->dtype);
     memset(plan, 0, sizeof(*plan));

@@ -108,9 +108,10 @@ typedef struct ZeroOptimizer {
     size_t chunks_count, all_chunks_count;
     size_t* bucket_chunks; /* host: chunks of bucket b in the update's table are [b] .. [b + 1] */
     /* what the host knows of the device, copied behind each norm */
-    ZeroScalars* status; /* pinned, 2: this step's and the last one's */
-    cudaEvent_t status_copied[2];
-    uint64_t statuses_sent, statuses_seen;
+    ZeroScalars* status; /* pinned */
+    cudaEvent_t status_copied;
+    int status_in_flight; /* a copy was sent and has not been seen to arrive */
+    int status_stale;     /* scalars changed since the last copy was sent */
     const double* passenger;
     /* the step */
     ZeroUnitState* units;
@@ -144,10 +145,9 @@ static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind
         cudaGetLastError(); /* a refused allocation is reported here, not by the next call */
         cudaMemGetInfo(&free_bytes, &total_bytes);
         return zero_error(ZERO_ERROR_MEMORY,
-                          "rank %d: %s needs %.1f MB of device memory, %.1f MB are free (%s): use "
+                          "%s needs %.1f MB of device memory, %.1f MB are free (%s): use "
                           "more ranks, a smaller model or bf16",
-                          z->rank, what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes,
-                          cudaGetErrorString(error));
+                          what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes, cudaGetErrorString(error));
     }
     zero_memory_add(z->memory, kind, bytes);
     return zero_ok();
@@ -173,7 +173,6 @@ static inline size_t zero_partials_bytes(const ZeroOptimizer* z) {
    peer is gone), device memory is left to the end of the process, because cudaFree would wait for ever. Safe on a z
    whose zero_init failed and on one that is all zero. */
 static inline void zero_free(ZeroOptimizer* z) {
-    int i;
     if (z->layout == NULL) return;
     if (zero_comm_drain(&z->comm).code == ZERO_ERROR_NCCL) {
         memset(z, 0, sizeof(*z));
@@ -192,8 +191,7 @@ static inline void zero_free(ZeroOptimizer* z) {
         zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double) * (size_t)z->ranks, z->all_sums);
     zero_device_free(z, ZERO_MEMORY_SCRATCH, ZERO_SCALARS_BYTES, z->scalars);
     if (z->status) cudaFreeHost(z->status);
-    for (i = 0; i < 2; i++)
-        if (z->status_copied[i]) cudaEventDestroy(z->status_copied[i]);
+    if (z->status_copied) cudaEventDestroy(z->status_copied);
     zero_comm_free(&z->comm);
     free(z->bucket_chunks);
     free(z->units);
@@ -212,8 +210,10 @@ static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChun
     result = zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a chunk table", *count * sizeof(ZeroChunk),
                                (void**)device_chunks);
     if (result.code == ZERO_OK && *count > 0) {
-        cudaError_t error =
-            cudaMemcpy(*device_chunks, chunks, *count * sizeof(ZeroChunk), cudaMemcpyHostToDevice);
+        /* on the stream that reads it, and finished before the host's copy goes */
+        cudaError_t error = cudaMemcpyAsync(*device_chunks, chunks, *count * sizeof(ZeroChunk),
+                                            cudaMemcpyHostToDevice, z->comm.compute);
+        if (error == cudaSuccess) error = cudaStreamSynchronize(z->comm.compute);
         if (error != cudaSuccess)
             result = zero_error(ZERO_ERROR_CUDA, "copying a chunk table: %s", cudaGetErrorString(error));
     }
@@ -267,7 +267,7 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
 
 static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cudaStream_t compute) {
     const size_t buckets = (size_t)z->layout->buckets_count, units = (size_t)z->layout->units_count;
-    int i, all = z->config.stage == 0 && z->ranks > 1;
+    const int all = z->config.stage == 0 && z->ranks > 1;
     ZERO_TRY(
         zero_comm_create(&z->comm, z->layout, z->rank, comm, compute, z->config.timeout_s, z->config.timing));
     z->bucket_chunks = (size_t*)zero_alloc_array(buckets + 1, sizeof(size_t));
@@ -291,10 +291,9 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
     }
     ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "scalars", ZERO_SCALARS_BYTES, (void**)&z->scalars));
     ZERO_TRY_CUDA(cudaMemsetAsync(z->scalars, 0, ZERO_SCALARS_BYTES, compute));
-    ZERO_TRY_CUDA(cudaMallocHost((void**)&z->status, 2 * sizeof(ZeroScalars)));
-    memset(z->status, 0, 2 * sizeof(ZeroScalars));
-    for (i = 0; i < 2; i++)
-        ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->status_copied[i], cudaEventDisableTiming));
+    ZERO_TRY_CUDA(cudaMallocHost((void**)&z->status, sizeof(ZeroScalars)));
+    memset(z->status, 0, sizeof(ZeroScalars));
+    ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->status_copied, cudaEventDisableTiming));
     return zero_ok();
 }
 
@@ -368,7 +367,8 @@ static inline const ZeroChunk* zero_update_chunks(const ZeroOptimizer* z) {
 }
 
 /* Tells z that params were written from outside (initial weights, weights loaded from elsewhere): masters are made
-   from them again, so that they do not overwrite the new weights (case E2). Every rank must have written the same. */
+   from them again, so that they do not overwrite the new weights (case E2). Every rank must have written the same, on
+   the compute stream and, once steps have run, behind zero_params_acquire_all: gathers may still be writing before. */
 static inline ZeroResult zero_params_changed(ZeroOptimizer* z) {
     size_t chunks_count = z->bucket_chunks[z->layout->buckets_count];
     cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
@@ -437,6 +437,7 @@ static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
 /* Begins micro-step `micro` (0 .. micros - 1) of a step. grad_scale: what the gradients of the whole step, summed
    over micro-steps, still lack: 1 if the caller has divided the loss by micros, 1/micros if not. */
 static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, double grad_scale) {
+    const int marks_max = 1 << 20; /* nobody reads them: begin anew */
     int b, u, expected = z->micro < 0 ? 0 : z->micro + 1;
     if (!z->params || !z->grads || !z->state_there)
         return zero_error(ZERO_ERROR_ORDER,
@@ -456,6 +457,7 @@ static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, dou
     z->micros = micros;
     z->grad_scale = grad_scale;
     z->norm_done = 0;
+    if (micro == 0 && z->comm.marks_count > marks_max) z->comm.marks_count = 0;
     for (u = 0; u < z->layout->units_count; u++) z->units[u].grads_open = z->units[u].ready = 0;
     for (b = 0; b < z->layout->buckets_count; b++) {
         z->bucket_waits[b] = z->layout->buckets[b].units;
@@ -563,33 +565,33 @@ static inline ZeroResult zero_check_skips(const ZeroOptimizer* z, const ZeroScal
                       (unsigned long long)status->t);
 }
 
-/* Looks at the statuses that have arrived, without waiting. */
+/* Looks at the status that has arrived, without waiting. */
 static inline ZeroResult zero_poll_status(ZeroOptimizer* z) {
-    if (z->statuses_seen == z->statuses_sent) return zero_ok();
-    if (cudaEventQuery(z->status_copied[(z->statuses_sent - 1) % 2]) != cudaSuccess) {
-        cudaGetLastError(); /* not ready is no error */
-        return zero_ok();
-    }
-    z->statuses_seen = z->statuses_sent;
-    return zero_check_skips(z, &z->status[(z->statuses_sent - 1) % 2]);
+    int arrived;
+    if (!z->status_in_flight) return zero_ok();
+    ZERO_TRY(zero_query_event(z->status_copied, &arrived));
+    if (!arrived) return zero_ok();
+    z->status_in_flight = 0;
+    return zero_check_skips(z, z->status);
 }
 
-/* Copies the scalars to the host behind what the compute stream has been given. */
-static inline ZeroResult zero_send_status(ZeroOptimizer* z) {
-    int slot = (int)(z->statuses_sent % 2);
-    ZERO_TRY_CUDA(cudaMemcpyAsync(&z->status[slot], z->scalars, sizeof(ZeroScalars), cudaMemcpyDeviceToHost,
-                                  z->comm.compute));
-    ZERO_TRY_CUDA(cudaEventRecord(z->status_copied[slot], z->comm.compute));
-    z->statuses_sent++;
+/* Copies the scalars to the host behind what the compute stream has been given. While a copy is on its way, none is
+   sent after it: a host that runs far ahead of the device would else never see one arrive. */
+static inline ZeroResult zero_send_status(ZeroOptimizer* z, int even_if_in_flight) {
+    z->status_stale = z->status_in_flight && !even_if_in_flight;
+    if (z->status_stale) return zero_ok();
+    ZERO_TRY_CUDA(
+        cudaMemcpyAsync(z->status, z->scalars, sizeof(ZeroScalars), cudaMemcpyDeviceToHost, z->comm.compute));
+    ZERO_TRY_CUDA(cudaEventRecord(z->status_copied, z->comm.compute));
+    z->status_in_flight = 1;
     return zero_ok();
 }
 
-static inline ZeroResult zero_wait_status(ZeroOptimizer* z, const ZeroScalars** status) {
-    *status = &z->status[0]; /* all zero before the first step */
-    if (z->statuses_sent == 0) return zero_ok();
-    ZERO_TRY(zero_wait_event(&z->comm, z->status_copied[(z->statuses_sent - 1) % 2]));
-    z->statuses_seen = z->statuses_sent;
-    *status = &z->status[(z->statuses_sent - 1) % 2];
+/* The host waits for the newest status; all zero before the first step. */
+static inline ZeroResult zero_wait_status(ZeroOptimizer* z) {
+    if (z->status_stale) ZERO_TRY(zero_send_status(z, 1));
+    if (z->status_in_flight) ZERO_TRY(zero_wait_event(&z->comm, z->status_copied));
+    z->status_in_flight = 0;
     return zero_ok();
 }
 
@@ -600,8 +602,9 @@ static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
 }
 
 /* Finishes backward: global norm of the mean gradient before clipping, skip decision, t, clip factor; all on the
-   device. norm: NULL, or where to put the norm; then the host waits for it. An error ZERO_ERROR_SKIPS after
-   skip_limit skips in a row: in the same step on all ranks if they ask for the norm, else one or more steps late. */
+   device. norm: NULL, or where to put the norm; then the host waits for it. ZERO_ERROR_SKIPS after skip_limit skips in
+   a row: in the same step on all ranks if they ask for the norm (or for zero_report); else as soon as the host hears
+   of it, which may be some steps later and not in the same step on all ranks, so that they must be ended together. */
 static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     ZeroNorm work = zero_describe_norm(z);
     /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
@@ -609,7 +612,6 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     ZeroStepSettings settings = {z->config.beta1,    z->config.beta2, z->grad_scale / z->ranks,
                                  z->config.max_norm, z->config.seed,  z->ranks,
                                  norm_limit};
-    const ZeroScalars* status;
     int b;
     if (norm) *norm = 0.0f;
     if (z->micro < 0 || z->micro != z->micros - 1)
@@ -625,13 +627,13 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
         ZERO_TRY(zero_norm_sum(&work, z->passenger, z->comm.compute));
         ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
         ZERO_TRY(zero_norm_finish(&work, &settings, z->comm.compute));
-        ZERO_TRY(zero_send_status(z));
+        ZERO_TRY(zero_send_status(z, 0));
         z->norm_done = 1;
     }
     if (!norm) return zero_ok();
-    ZERO_TRY(zero_wait_status(z, &status));
-    *norm = status->norm;
-    return zero_check_skips(z, status);
+    ZERO_TRY(zero_wait_status(z));
+    *norm = z->status->norm;
+    return zero_check_skips(z, z->status);
 }
 
 /* Drops this step, on every rank alike: params, state and t stay as they are. Between zero_grad_norm and
@@ -640,7 +642,8 @@ static inline ZeroResult zero_skip(ZeroOptimizer* z) {
     if (!z->norm_done)
         return zero_error(ZERO_ERROR_ORDER, "zero_skip comes after zero_grad_norm and before zero_update");
     ZERO_TRY(zero_skip_launch(z->scalars, z->comm.compute));
-    return zero_send_status(z);
+    z->status_stale = 1;
+    return zero_ok();
 }
 
 /* Ends the step: one launch a bucket over the own slice, its gather behind it. Without a zero_grad_norm before it,
@@ -653,6 +656,9 @@ static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
     int b;
     if (!(lr >= 0.0 && lr <= 3.4e38))
         return zero_error(ZERO_ERROR_ARGUMENT, "lr is %g; 0 .. 3.4e38 are allowed", lr);
+    if (!(lr * c->weight_decay <= 3.4e38))
+        return zero_error(ZERO_ERROR_ARGUMENT, "lr %g times weight_decay %g does not fit into fp32", lr,
+                          c->weight_decay);
     if (!z->norm_done) ZERO_TRY(zero_grad_norm(z, NULL));
     for (b = 0; b < z->layout->buckets_count; b++) {
         ZERO_TRY(zero_update_launch(&update, &hyper, z->bucket_chunks[b],
@@ -666,11 +672,11 @@ static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
     return zero_ok();
 }
 
-/* What became of the last step. Waits for the device. */
+/* What became of the last step. Waits for the device. ZERO_ERROR_SKIPS as zero_grad_norm; the report is filled. */
 static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
-    const ZeroScalars* s;
+    const ZeroScalars* s = z->status;
     memset(report, 0, sizeof(*report));
-    ZERO_TRY(zero_wait_status(z, &s));
+    ZERO_TRY(zero_wait_status(z));
     report->t = s->t;
     report->skipped = s->skipped;
     report->skipped_in_row = s->skipped_in_row;
@@ -678,7 +684,8 @@ static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     report->skip = s->skip;
     report->norm = s->norm;
     report->passenger_sum = s->passenger_sum;
-    return zero_clock_read(&z->comm, &report->exposed_ms);
+    ZERO_TRY(zero_clock_read(&z->comm, &report->exposed_ms));
+    return zero_check_skips(z, s);
 }
 
 #endif /* LLMC_ZERO_OPTIMIZER_CUH_INCLUDED */

@@ -28,8 +28,8 @@
        }
 
    Collective (every rank calls it, in the same order): start, agree, gather, device, finish. An error of
-   agree or device is the same on all ranks unless a peer is gone. After an error of start, wait or gather, or
-   of one rank alone: abort. One thread at a time uses a world; the world owns `comm`.
+   agree or device is the same on all ranks unless a peer is gone. After an error of start, wait or gather, of one
+   rank alone, or with world.broken set: abort. One thread at a time uses a world; the world owns `comm`.
 
    The folder. Names begin with llmc_zero.JOB.UID. where JOB is SLURM_JOB_ID, LLMC_ZERO_JOB, or both with '-'
    between, or 0: jobs of one user that use one folder at once need different ones.
@@ -96,6 +96,7 @@ typedef struct ZeroWorld {
     char host[72];
     int device;      /* from zero_world_device; -1 before */
     ncclComm_t comm; /* from zero_world_device; NULL before, and for one rank without NCCL */
+    int broken; /* this rank failed where the others may still wait for it: zero_world_abort, then _exit */
 
     /* private */
     ZeroWorldMethod method;
@@ -651,8 +652,11 @@ static inline ZeroResult zero_world_nccl_start(ZeroWorld* world) {
     if (result.code == ZERO_OK) {
         result = zero_world_nccl_result(ncclCommInitRank(&world->comm, world->ranks, ids[0], world->rank),
                                         "ncclCommInitRank");
-        if (result.code != ZERO_OK) world->comm = NULL;
-        result = zero_world_agree(world, result);
+        /* A rank that fails here cannot agree on it: the others wait inside ncclCommInitRank for it. */
+        if (result.code != ZERO_OK) {
+            world->comm = NULL;
+            world->broken = 1;
+        }
     }
     free(ids);
     return result;

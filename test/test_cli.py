@@ -12,6 +12,8 @@ import time
 import pytest
 from conftest import TOP, run
 
+import launch  # dev/launch.py, found through conftest
+
 TINY = "-L 2 -C 8 -b 2".split()
 
 BAD = {  # arguments: words of the message
@@ -47,6 +49,18 @@ BAD = {  # arguments: words of the message
     "-K big": ["-K big", "unit"],
     "-K -1": ["-K -1"],
     "-K 1e-7 -C 2000": ["-K 1e-07", "65536 buckets"],
+    "-K unit -C 1 -L 100000": ["-K unit", "-L 100000", "65536 buckets"],
+    "-pi fs": ["-pi fs", "-pf"],
+    "-pi fs -pf /nowhere -pn 2": ["-pi fs", "-pf /nowhere", "No such file"],
+    "-pr 1": ["-pr", "-pi fs"],
+    "-pn 2": ["-pn", "-pi fs"],
+    "-pi fs -pf /tmp -pn 2 -pr 2": ["-pr 2", "0 to 1"],
+    "-pn 0": ["-pn 0", "1 to"],
+    "-pg 65": ["-pg 65", "64"],
+    "-l 1e-400": ["-l 1e-400"],
+    "-b 4\n5": ["-b 4?5"],
+    "-l 1e20 -c 1e20": ["lr 1e+20", "weight_decay 1e+20"],
+    "-b 1000000000 -C 1 -L 1": ["-b 1000000000", "2 of 2 ranks"],
     "-d 3": ["-d 3", "multiple"],
     "-d 0": ["-d 0"],
     "-z 4": ["-z 4", "0 to 3"],
@@ -85,7 +99,8 @@ def check_refused(result, words):
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_is_one_line(arguments):
     small = [] if "-C" in arguments.split() else TINY
-    check_refused(run(["./train_mlp"] + small + arguments.split(), ranks=2, check=False), BAD[arguments])
+    ranks = None if "/nowhere" in arguments else 2
+    check_refused(run(["./train_mlp"] + small + arguments.split(" "), ranks=ranks, check=False), BAD[arguments])
 
 
 def test_long_paths():
@@ -198,3 +213,34 @@ def test_accumulation_in_bf16_warns(tmp_path):
     """Case C7: sums over micro-steps in bf16 lose small parts; that is said."""
     assert "add up in bf16" in run(["./train_mlp", "-P", "bf16", "-d", "8"] + TINY, ranks=2).out
     assert "add up in bf16" not in run(["./train_mlp", "-P", "bf16"] + TINY, ranks=2).out
+
+
+@pytest.mark.parametrize("first,second", [("-l 0.01", "-l 0.5"), ("-x 3", "-x 5"), ("-z 0", "-z 1"), ("-C 8", "-C 16"),
+                                          ("-K 0", "-K unit"), ("--help", "-x 1"), ("--plan", "-x 1")])
+def test_ranks_with_different_flags_are_refused(first, second):
+    command = ["-n", "1", "./train_mlp"] + TINY + first.split() + [":", "-n", "1", "./train_mlp"] + TINY + second.split()
+    result = run(launch.command(1, ["X"])[:1] + ["--oversubscribe"] + command, check=False)
+    check_refused(result, ["rank 1", "rank 0"])
+    assert any(words.split()[0] in result.err for words in (first, second))
+
+
+def test_a_failed_run_leaves_no_older_summary(tmp_path):
+    run(["./train_mlp"] + TINY + ["-o", str(tmp_path)], ranks=1)
+    assert (tmp_path / "summary.json").exists()
+    flags = ["-U", "sgd", "-l", "1e25", "-I", "own", "-x", "50", "-o", str(tmp_path)]
+    assert run(["./train_mlp"] + TINY + flags, ranks=1, check=False).code != 0
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_output_that_cannot_be_written_is_an_error():
+    for flags in (["--help"], TINY):
+        result = run(["bash", "-c", "./train_mlp \"$@\" >/dev/full", "bash"] + flags, check=False)
+        assert result.code != 0 and "standard output" in result.err
+
+
+def test_one_rank_that_cannot_join_ends_all():
+    """A rank that fails in ncclCommInitRank takes along the others, which wait for it there."""
+    command = ["-n", "1", "./train_mlp"] + TINY + [":", "-n", "1", "env", "CUDA_CPU_FAIL=ncclCommInitRank:1", "./train_mlp"] + TINY
+    result = run(launch.command(1, ["X"])[:1] + ["--oversubscribe"] + command, check=False)
+    assert result.code != 0 and result.seconds < 10
+    assert "train_mlp: rank 1: " in result.err and "ncclCommInitRank" in result.err

@@ -155,6 +155,7 @@ struct Array {
         std::vector<char> host(n * size_of(t) + 8);
         for (size_t i = 0; i < n; i++) put(t, host.data(), i, f(i));
         EXPECT_EQ(cudaMemcpy(p, host.data(), n * size_of(t), cudaMemcpyHostToDevice), cudaSuccess);
+        EXPECT_EQ(cudaStreamSynchronize(0), cudaSuccess); // the copy may still be on its way
     }
     ~Array() { cudaFree(p); }
     char* at(size_t i) const { return p + i * size_of(type); }
@@ -752,6 +753,7 @@ TEST(CpuNccl, StreamsOfOneCommunicatorKeepTheOrderOfTheCalls) {
                 EXPECT_EQ(cudaMemsetAsync(a.p, 0, rank ? 0 : 4, s),
                           cudaSuccess); // in order with the next sum
             }
+            EXPECT_EQ(cudaCpuWaitSites(), 0); // NCCL's own order is no wait of the application
             EXPECT_EQ(cudaStreamSynchronize(rank ? t : s), cudaSuccess) << mode;
             EXPECT_EQ(cudaStreamSynchronize(rank ? s : t), cudaSuccess) << mode;
             expect_equal(

@@ -1,6 +1,7 @@
 """train_mlp from the outside: against PyTorch, sharded against not, every stream mode, every wait dropped in turn."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -26,14 +27,18 @@ def test_losses_and_norms_of_pytorch(ranks, tmp_path):
     assert oracle
     lines = [f"-z {stage} -L {o['layers']} -C {o['width']} -b {o['batch']} -d {o['batch'] * ranks * o['micro_steps']} -x 10 "
              f"{OPTIMIZERS[o['optimizer']]} -G {o['clip']} -I {o['data']}" for o in oracle for stage in (0, 1)]
-    outcomes, _ = run_lines(lines, ranks, tmp_path)
+    outcomes, printed = run_lines(lines, ranks, tmp_path)
     check_ok(outcomes, lines)
+    plain_sums = [float(x) for x in re.findall(r"plain sum of the parameters: (\S+)", printed)]
+    assert len(plain_sums) == len(lines)
     for i, (line, outcome) in enumerate(zip(lines, outcomes)):
         o = oracle[i // 2]
         for name, ours, theirs in (("loss", outcome.column("trl"), o["losses"]), ("norm", outcome.column("norm"), o["norms"])):
             assert len(ours) == len(theirs) == 10
             worst = max(relative(a, b) for a, b in zip(ours, theirs))
             assert worst <= 5e-6, f"{line}: {name} differs by {worst:.2e} relative: {ours} against {theirs}"
+        # the tenth update shows in the parameters alone
+        assert abs(plain_sums[i] - o["final_sum"]) < 5e-4, (line, plain_sums[i], o["final_sum"])
 
 
 def on_off_lines(kind, modes, plans):
@@ -95,11 +100,15 @@ def test_fewer_weights_than_ranks(ranks, tmp_path):
         assert outcomes[i].bits() == outcomes[i + 1].bits(), lines[i]
 
 
-def test_every_wait_is_needed(tmp_path):
+def test_all_edges_are_counted():
+    assert (TOP / "llmc_zero/collectives.cuh").read_text().count("cudaStreamWaitEvent(") == 6
+
+
+@pytest.mark.parametrize("flags,edges", [("-z 1", 6), ("-z 1 -O 0 -P bf16", 6), ("-z 0", 4), ("-z 0 -O 0 -U sgd", 4)])
+def test_every_wait_is_needed(flags, edges, tmp_path):
     """Drops each cudaStreamWaitEvent of ours at every execution; some rush mode must then change the numbers. Past the
     last one, nothing changes and the runtime says so."""
-    edges = (TOP / "llmc_zero/collectives.cuh").read_text().count("cudaStreamWaitEvent(") 
-    flags = f"-z 1 {SMALL} -x 4 -I own -K 0.05"
+    flags = f"{flags} {SMALL} -x 4 -I own -K 0.05"
     modes = STREAM_MODES[2:]
     lines = [flags] + [f"CUDA_CPU_DROP_WAIT={n} {mode} {flags}" for n in range(1, edges + 2) for mode in modes]
     outcomes, printed = run_lines(lines, 2, tmp_path)

@@ -6,7 +6,16 @@ from conftest import TOP, run
 ON_RANKS = {"test_optimizer"}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
 PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm") if name in PROGRAMS]
+IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw")
 CASES = [(name, ranks) for name in PROGRAMS for ranks in ((1, 2, 3, 4) if name in ON_RANKS else (None,))]
+
+
+@pytest.mark.parametrize("order", ["rev", "rand:7"])
+@pytest.mark.parametrize("name", [name for name in IN_OTHER_ORDERS if name in PROGRAMS])
+def test_unit_with_warps_and_blocks_in_another_order(name, order):
+    """A missing __syncthreads, or a block that relies on an earlier one, gives other numbers."""
+    result = run([str(TOP / "build/test" / name)], timeout=300, env={"CUDA_CPU_SCHED": order})
+    assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out
 
 
 @pytest.mark.parametrize("name,ranks", CASES)

@@ -2,8 +2,9 @@
 
    Every range is checked when the call is made and again when it runs (the memory may have been freed
    between). A range that leaves its allocation ends the process in words; a pointer on the wrong side is
-   cudaErrorInvalidValue. An asynchronous copy from or to pageable memory waits, as it may on a GPU; a
-   small one from pageable memory is staged: its bytes are taken at the call.
+   cudaErrorInvalidValue. A copy to pageable memory waits. One from pageable memory, synchronous or not, is
+   staged, as CUDA says: its bytes are taken at the call, and reach the device in the order of the stream, so
+   that work on a stream that does not wait for this one may come before them.
 */
 #include "memory.h"
 #include <map>
@@ -93,7 +94,10 @@ static cudaError_t copy(const char* entry, const Region& dst, const Region& src,
     if (!dst.width || !dst.rows) return wait ? synchronize_stream(stream) : cudaSuccess;
     bool from_pageable = place_of(src.start) == PLACE_PAGEABLE,
          to_pageable = place_of(dst.start) == PLACE_PAGEABLE;
-    if (from_pageable && !to_pageable && !wait && dst.width * dst.rows <= STAGED) {
+    bool may_stage = dst.width * dst.rows <= STAGED || options().streams != STREAMS_EAGER;
+    if (from_pageable && !to_pageable && may_stage) {
+        if (wait) error = synchronize_stream(stream); // before the copy, not after it
+        if (error != cudaSuccess) return error;
         auto staged = std::make_shared<std::vector<char>>(dst.width * dst.rows);
         Region stage = {staged->data(), dst.width, dst.width, dst.rows};
         copy_rows(stage, src);

@@ -1,6 +1,5 @@
 /* dev/cpu/devices.cpp - devices: all alike, all this process's memory */
 #include "memory.h"
-#include <cuda_profiler_api.h>
 #include <limits.h>
 #include <stdio.h>
 #include <string.h>

@@ -102,7 +102,21 @@ static void begin_block(Machine& m) {
     start_run(m, m.linear ? 0 : m.order[0] * 32u);
 }
 
+/* CUDA_CPU_SCHED=rev: the blocks too, so that one that reads what an earlier block wrote shows. */
+static bool previous_block(Machine& m) {
+    if (blockIdx.x-- == 0) {
+        blockIdx.x = gridDim.x - 1;
+        if (blockIdx.y-- == 0) {
+            blockIdx.y = gridDim.y - 1;
+            if (blockIdx.z-- == 0) return rest(m, NO_THREAD);
+        }
+    }
+    begin_block(m);
+    return true;
+}
+
 bool next_block(Machine& m) {
+    if (m.backwards) return previous_block(m);
     if (++blockIdx.x == gridDim.x) {
         blockIdx.x = 0;
         if (++blockIdx.y == gridDim.y) {
@@ -216,7 +230,8 @@ void run_launch(const Launch& launch) {
     m.launch = &launch;
     m.launch_id++;
     gridDim = launch.grid, blockDim = launch.block;
-    blockIdx = uint3{0, 0, 0};
+    m.backwards = options().order == ORDER_REVERSE;
+    blockIdx = m.backwards ? uint3{gridDim.x - 1, gridDim.y - 1, gridDim.z - 1} : uint3{0, 0, 0};
     m.threads = blockDim.x * blockDim.y * blockDim.z;
     m.warps = (m.threads + 31) / 32;
     m.linear = options().order == ORDER_FORWARD && blockDim.x == m.threads;

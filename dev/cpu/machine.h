@@ -29,6 +29,7 @@ struct Machine {
     unsigned run_end;     // plain calls: threads up to here belong to the running loop
     unsigned thread;      // blocked: the running thread
     bool blocked, linear; // linear: a 1-D block in forward order
+    bool backwards;       // the blocks, from the last to the first
     uint8_t order[32];    // of warps
     unsigned position;    // in order
     bool restart;         // after a barrier: look for work from position 0

@@ -86,7 +86,9 @@ MachineLock::MachineLock(bool wanted) : fd(-1) {
     char path[64];
     snprintf(path, sizeof(path), "/tmp/cuda_cpu_%u.lock", (unsigned)getuid());
     fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (fd >= 0) flock(fd, LOCK_EX); // without a lock file the check is still made, only not exclusively
+    // Without the lock the check is still made, only not exclusively: a holder that is stopped stops nobody.
+    for (double left = timeout_seconds(); fd >= 0 && left > 0 && flock(fd, LOCK_EX | LOCK_NB); left -= 1e-3)
+        usleep(1000);
 }
 
 MachineLock::~MachineLock() {

@@ -11,8 +11,8 @@
    that is no device memory or too short, a forbidden overlap. A peer that died, left, aborted or is late:
    the work fails with cudaErrorUnknown, ncclCommGetAsyncError and every later call say ncclRemoteError.
 
-   Work of one communicator runs in the order of the calls, also across streams: as in NCCL, a change of
-   stream puts an event between the two.
+   Work of one communicator runs in the order of the calls, also across streams: as in NCCL, what is issued
+   on another stream than the last one waits for that one.
 */
 #include "nccl_world.h"
 #include <algorithm>
@@ -155,10 +155,12 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
         return failed(ncclInvalidArgument, "ncclCommSplit: newcomm, colour %d or config", color);
     *newcomm = nullptr;
     WorldRef w = comm->world;
-    if (w->pending.load() &&
-        cudaStreamSynchronize(w->last_stream) != cudaSuccess) // the ranks meet on the host now
-        return world_error(*w);
-    return world_failed(*w, nullptr, nullptr) ? world_error(*w) : split(comm, color, key, newcomm);
+    cudaError_t error = cudaSuccess;
+    if (w->pending.load()) error = cudaStreamSynchronize(w->last_stream); // the ranks meet on the host now
+    if (world_failed(*w, nullptr, nullptr)) return world_error(*w);
+    if (error != cudaSuccess)
+        return failed(ncclUnhandledCudaError, "ncclCommSplit: the last stream: %s", cudaGetErrorString(error));
+    return split(comm, color, key, newcomm);
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {

@@ -2,8 +2,8 @@
 
    A call is checked, then handed to the stream, or kept until the outermost ncclGroupEnd. A group becomes
    one piece of work per communicator and stream: its collectives in order, then all its sends and receives
-   at once. Work of one communicator runs in the order of the calls, also across streams: as in NCCL, a
-   change of stream puts an event between the two.
+   at once. Work of one communicator runs in the order of the calls, also across streams: as in NCCL, what
+   is issued on another stream than the last one waits for that one.
 */
 #include "nccl_world.h"
 #include <algorithm>
@@ -73,15 +73,8 @@ cudaError_t run_list(const WorldRef& w, const std::vector<Call>& calls) {
 /* NCCL runs the work of one communicator in order: another stream than last time waits for the last one. */
 cudaError_t order_streams(World& w, cudaStream_t stream) {
     cudaError_t error = cudaSuccess;
-    if (w.any_stream && w.last_stream != stream && w.pending.load()) {
-        cudaEvent_t event;
-        error = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-        if (error == cudaSuccess) {
-            error = cudaEventRecord(event, w.last_stream);
-            if (error == cudaSuccess) error = cudaStreamWaitEvent(stream, event, 0);
-            cudaEventDestroy(event);
-        }
-    }
+    if (w.any_stream && w.last_stream != stream && w.pending.load())
+        error = cuda_cpu::order_after(stream, w.last_stream);
     w.any_stream = true;
     w.last_stream = stream;
     return error;

@@ -14,6 +14,10 @@ namespace cuda_cpu {
    work ran inside it, and by every later call that waits for the stream. `name` is for messages (a literal). */
 cudaError_t enqueue(cudaStream_t stream, const char* name, std::function<cudaError_t()> work);
 
+/* What comes next on `stream` runs after what is on `earlier` now. NCCL's own order between streams: neither an
+   event nor a wait of the application, so that no wait site (CUDA_CPU_DROP_WAIT) counts it. */
+cudaError_t order_after(cudaStream_t stream, cudaStream_t earlier);
+
 /* All device memory of a process is one memfd, mapped once: heap_base + offset. Peers on the same machine open
    /proc/PID/fd/FD and read it in place. */
 struct Heap { int fd; char* base; size_t bytes; };

@@ -118,6 +118,19 @@ cudaError_t enqueue(cudaStream_t handle, const char* name, std::function<cudaErr
     return set_error(add(hold, stream, std::move(op)));
 }
 
+cudaError_t order_after(cudaStream_t handle, cudaStream_t earlier_handle) {
+    Hold hold(stream_lock);
+    StreamRef stream = find_stream(handle), earlier = find_stream(earlier_handle);
+    if (!stream) return set_error(cudaErrorInvalidResourceHandle);
+    for (auto& other : by_id) // a destroyed stream is kept there until its work has run
+        if (!earlier && other.second.get() == earlier_handle) earlier = other.second;
+    if (!earlier || earlier == stream || earlier->done == earlier->enqueued) return cudaSuccess;
+    Operation op;
+    op.name = "order of a communicator";
+    op.after.emplace_back(earlier, earlier->enqueued);
+    return set_error(add(hold, stream, std::move(op)));
+}
+
 cudaError_t synchronize_stream(cudaStream_t handle) {
     Hold hold(stream_lock);
     StreamRef stream = find_stream(handle);
@@ -233,7 +246,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
     cudaError_t result = query_point(hold, stream, stream->enqueued, stream->asked == stream->enqueued);
     if (result == cudaErrorNotReady) {
         stream->asked = stream->enqueued;
-        return result; // not an error for cudaGetLastError
+        return set_error(result);
     }
     return set_error(stream->error);
 }

@@ -165,7 +165,7 @@ static inline ZeroResult option_set_number(Options* o, const Option* option, con
         number = strtod(value, &end);
         *(double*)((char*)o + option->field) = number;
     }
-    if (end == value || *end != '\0' || (errno == ERANGE && fabs(number) > 1.0) ||
+    if (end == value || *end != '\0' || (errno == ERANGE && (fabs(number) > 1.0 || number == 0.0)) ||
         !(number >= option->low && number <= option->high))
         return option_range_error(option, value);
     return zero_ok();
@@ -217,6 +217,44 @@ static inline ZeroResult options_check(const Options* o, int ranks) {
     return zero_ok();
 }
 
+/* Flags of start-up that do not go together; before the ranks can talk. */
+static inline ZeroResult options_check_start(const Options* o) {
+    int fs = o->start_method && strcmp(o->start_method, "fs") == 0;
+    if (fs && (!o->start_path || !o->start_path[0]))
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "-pi fs: a folder that all ranks can write is needed: -pf DIR");
+    if (!fs && (o->start_path || o->start_ranks != 1 || o->start_rank != 0))
+        return zero_error(ZERO_ERROR_ARGUMENT, "%s: works with -pi fs only",
+                          o->start_path         ? "-pf"
+                          : o->start_ranks != 1 ? "-pn"
+                                                : "-pr");
+    if (o->start_rank >= o->start_ranks)
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "-pr %lld: a whole number from 0 to %lld (-pn less 1) is needed", o->start_rank,
+                          o->start_ranks - 1);
+    return zero_ok();
+}
+
+/* The flags as they must be the same on all ranks: without those that are each rank's own, and without texts, whose
+   addresses say nothing. */
+static inline Options options_comparable(const Options* o) {
+    Options c;
+    memcpy(&c, o, sizeof(c)); /* padding too */
+    c.directory = c.start_method = c.server = c.start_path = c.trace = NULL;
+    c.start_rank = 0;
+    return c;
+}
+
+/* The first flag in which two sets of comparable options differ, or NULL. */
+static inline const char* options_difference(const Options* a, const Options* b) {
+    size_t k;
+    for (k = 0; k < OPTIONS_COUNT; k++)
+        if (memcmp((const char*)a + OPTIONS[k].field, (const char*)b + OPTIONS[k].field, sizeof(long long)) !=
+            0)
+            return OPTIONS[k].flag;
+    return a->bucket_unit != b->bucket_unit ? "-K" : NULL;
+}
+
 /* argv[0] is skipped. On an error o is half filled. */
 static inline ZeroResult options_parse(Options* o, int argc, char** argv) {
     int i;
@@ -236,5 +274,5 @@ static inline ZeroResult options_parse(Options* o, int argc, char** argv) {
         if (i + 1 == argc) return zero_error(ZERO_ERROR_ARGUMENT, "%s: a value is missing", option->flag);
         ZERO_TRY(option_set(o, option, argv[++i]));
     }
-    return zero_ok();
+    return options_check_start(o);
 }

@@ -38,6 +38,8 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
             return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s",
                               o->directory, path, strerror(errno));
     }
+    snprintf(path, sizeof(path), "%s/summary.json", o->directory);
+    unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
     report->log = fopen(path, "w");
     if (!report->log)
@@ -86,6 +88,7 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
 
 typedef struct ParamsDigest {
     double sum;    /* as the recipe sums: sum of each weight + width * sum of each bias */
+    double plain_sum;
     uint64_t hash; /* over every element with its model index; the order of adding does not matter */
 } ParamsDigest;
 
@@ -102,6 +105,7 @@ static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segme
         hash += zero_mix((uint64_t)bits << 32 ^ zero_mix(segment->model_offset + i));
     }
     digest->sum += sum_factor * sum;
+    digest->plain_sum += sum;
     digest->hash += hash;
 }
 
