@@ -189,6 +189,8 @@ static cudaError_t allocate(void** pointer, size_t bytes, bool managed) {
     std::lock_guard<std::mutex> hold(lock);
     open_heap();
     if (bytes > the_heap.bytes) return cudaErrorMemoryAllocation;
+    size_t unit = options().round_bytes;
+    bytes += (unit - bytes % unit) % unit; // a multiple, for programs that rely on a GPU's
     MachineLock machine(bytes >= LOCKED_FROM);
     if (!fits(bytes)) return cudaErrorMemoryAllocation;
     size_t user_bytes = round_up(bytes, ALIGNMENT), span = round_up(user_bytes, PAGE);

@@ -120,6 +120,7 @@ static void read_options() {
             fatal("CUDA_CPU_FAIL=%s: name:n with n from 1 is needed", fail);
     }
     o.memory_bytes = (size_t)number_from("CUDA_CPU_MEMORY", 0, 0);
+    o.round_bytes = (size_t)number_from("CUDA_CPU_ROUND", 1, 1);
     o.devices = visible_devices((int)number_from("CUDA_CPU_DEVICES", 64, 0));
     o.stack_bytes = (size_t)number_from("CUDA_CPU_STACK", default_stack, 16384);
     o.timeout_s = (double)number_from("CUDA_CPU_TIMEOUT", 60, 1);
