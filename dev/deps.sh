@@ -178,14 +178,17 @@ install_headers() {
     .venv/bin/python - "$wheels" .venv/cuda-headers/include <<'UNPACK'
 import pathlib, sys, zipfile
 target = pathlib.Path(sys.argv[2])
-for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            below = name.partition("/include/")[2]
-            if below and not name.endswith("/"):
-                path = target / below
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(archive.read(name))
+# What the probe above looks for comes last, so that an unpacking that was broken off is done again next time.
+probed = ("cuda_runtime.h", "nccl.h", "cublasLt.h")
+for last in (False, True):
+    for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                below = name.partition("/include/")[2]
+                if below and not name.endswith("/") and (below in probed) == last:
+                    path = target / below
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(archive.read(name))
 UNPACK
     rm -rf "$wheels"
 }

@@ -18,6 +18,7 @@
 #include <random>
 #include <vector>
 
+#include "device.h"
 #include "llmc_zero/adamw.cuh"
 
 namespace {
@@ -26,14 +27,6 @@ const double u = 1.0 / (1 << 24);
 const float kGuard = -7.25f; /* around all data; exact in bf16 */
 typedef std::vector<float> Floats;
 
-void ok(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-void ok(const ZeroResult& r) { ASSERT_EQ(r.code, ZERO_OK) << r.text; }
-
-uint32_t bits_of(float x) {
-    uint32_t b;
-    memcpy(&b, &x, 4);
-    return b;
-}
 float float_of(uint32_t b) {
     float x;
     memcpy(&x, &b, 4);
@@ -51,24 +44,6 @@ uint16_t bf16_nearest(float x) {
     return (uint16_t)((low >> 16) + take_up);
 }
 float bf16_value(uint16_t b) { return float_of((uint32_t)b << 16); }
-
-/* Device memory that frees itself. */
-template <typename T> struct Device {
-    T* at = NULL;
-    size_t count;
-    explicit Device(size_t n) : count(n) { ok(cudaMalloc((void**)&at, (n ? n : 1) * sizeof(T))); }
-    explicit Device(const std::vector<T>& host) : Device(host.size()) { put(host); }
-    Device(const Device&) = delete;
-    ~Device() { cudaFree(at); }
-    void put(const std::vector<T>& host) {
-        ok(cudaMemcpy(at, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    std::vector<T> get() const {
-        std::vector<T> host(count);
-        ok(cudaMemcpy(host.data(), at, count * sizeof(T), cudaMemcpyDeviceToHost));
-        return host;
-    }
-};
 
 /* ------------------------------------------------------------------ one update, wherever it lies */
 

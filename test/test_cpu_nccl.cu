@@ -46,6 +46,7 @@ pid_t fork_maker(ncclUniqueId* id) {
     if (pid == 0) {
         unsetenv("CUDA_CPU_FAIL");
         if (ncclGetUniqueId(id) != ncclSuccess || write(ends[1], id, sizeof *id) != sizeof *id) _exit(1);
+        alarm(600); // should nobody kill it
         for (;;) pause();
     }
     EXPECT_EQ(read(ends[0], id, sizeof *id), (ssize_t)sizeof *id);
@@ -66,6 +67,7 @@ std::vector<Ended> fork_ranks(int n, const Rank& f) {
         int file = memfd_create("stderr", 0);
         pid_t pid = fork();
         if (pid == 0) {
+            alarm(120); // a rank that hangs ends, and fails the test
             dup2(file, 2);
             f(rank, id);
             fflush(stdout);

@@ -12,37 +12,13 @@
 #include <random>
 #include <vector>
 
+#include "device.h"
 #include "llmc_zero/grad_norm.cuh"
 
 namespace {
 
 typedef std::vector<float> Floats;
 
-void ok(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-void ok(const ZeroResult& r) { ASSERT_EQ(r.code, ZERO_OK) << r.text; }
-
-uint32_t bits_of(float x) {
-    uint32_t b;
-    memcpy(&b, &x, 4);
-    return b;
-}
-
-template <typename T> struct Device {
-    T* at = NULL;
-    size_t count;
-    explicit Device(size_t n) : count(n) { ok(cudaMalloc((void**)&at, (n ? n : 1) * sizeof(T))); }
-    explicit Device(const std::vector<T>& host) : Device(host.size()) { put(host); }
-    Device(const Device&) = delete;
-    ~Device() { cudaFree(at); }
-    void put(const std::vector<T>& host) {
-        ok(cudaMemcpy(at, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    std::vector<T> get() const {
-        std::vector<T> host(count);
-        ok(cudaMemcpy(host.data(), at, count * sizeof(T), cudaMemcpyDeviceToHost));
-        return host;
-    }
-};
 
 ZeroStepSettings settings_of(int ranks, double grad_scale = 1.0, double max_norm = 0.0) {
     ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks, 0.0};
