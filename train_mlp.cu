@@ -447,11 +447,9 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
 // --plan: what each rank would hold, for stages and numbers of ranks.
 static ZeroResult print_plan(const Options* given, int ranks_now) {
     Options o = *given;
-    ZeroWorld world;
     Mlp mlp;
     char(*names)[24] = (char(*)[24])calloc(2 * (size_t)o.layers, sizeof(names[0]));
     if (!names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o.layers);
-    memset(&world, 0, sizeof(world));
     memset(&mlp, 0, sizeof(mlp));
     printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; activations with -b %lld are extra\n",
            o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch);
@@ -551,7 +549,8 @@ int main(int argc, char** argv) {
     char who[32];
     int fatal = 0;
     ZeroResult parsed = options_parse(&options, argc, argv);
-    if (options_check_start(&options).code != ZERO_OK) { // said below, once, by ranks that MPI may have started
+    if (options_check_start(&options).code !=
+        ZERO_OK) { // said below, once, by ranks that MPI may have started
         const Options defaults = options_default();
         options.start_method = defaults.start_method;
     }

@@ -56,7 +56,6 @@ typedef struct ZeroComm {
     int timing;
     cudaEvent_t* marks;
     int marks_count, marks_capacity;
-    double exposed_ms; /* of the marks already read */
 } ZeroComm;
 
 static inline void zero_comm_free(ZeroComm* c) {

@@ -246,13 +246,10 @@ typedef struct ZeroNorm {
     ZeroScalars* scalars;
 } ZeroNorm;
 
-static inline size_t zero_norm_blocks(const ZeroNorm* norm) {
-    return norm->chunks_count < ZERO_NORM_BLOCKS_MAX ? norm->chunks_count : ZERO_NORM_BLOCKS_MAX;
-}
-
 /* Launches 1 on `stream`. A rank that owns padding only launches nothing. */
 static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t stream) {
-    cudaLaunchConfig_t config = zero_launch_config(zero_norm_blocks(norm), ZERO_BLOCK_THREADS, stream);
+    cudaLaunchConfig_t config =
+        zero_launch_config(zero_norm_blocks(norm->chunks_count), ZERO_BLOCK_THREADS, stream);
     int aligned = zero_is_aligned(norm->grads, zero_dtype_bytes(norm->grads_dtype));
     if (norm->chunks_count == 0) return zero_ok();
     if (norm->grads_dtype == ZERO_BF16) {
@@ -271,7 +268,7 @@ static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t s
 static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passenger, cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
     ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials,
-                                     (int)zero_norm_blocks(norm), passenger, norm->own_sums));
+                                     (int)zero_norm_blocks(norm->chunks_count), passenger, norm->own_sums));
     return zero_ok();
 }
 

@@ -11,7 +11,7 @@
    agree. Bytes are what was asked of cudaMalloc; NCCL's own buffers and the CUDA context are not in it.
 
    defines: ZeroAlgorithm, ZeroReduction, ZeroAccumulation, ZeroMemoryKind, ZeroMemory, zero_memory, zero_memory_add,
-            zero_memory_total, ZeroPlanChoice, ZeroPlan, zero_plan, zero_plan_total
+            zero_memory_total, ZeroPlanChoice, ZeroPlan, zero_plan, zero_plan_total, zero_norm_blocks
 */
 #ifndef LLMC_ZERO_MEMORY_CUH_INCLUDED
 #define LLMC_ZERO_MEMORY_CUH_INCLUDED
@@ -103,6 +103,9 @@ static inline size_t zero_state_count(const ZeroLayout* layout, int stage) {
 #define ZERO_SCALARS_BYTES 256 /* one block of device scalars */
 
 #define ZERO_NORM_BLOCKS_MAX 1024 /* partial sums of squares, one a block: one wave on a large GPU */
+static inline size_t zero_norm_blocks(size_t chunks_count) {
+    return chunks_count < ZERO_NORM_BLOCKS_MAX ? chunks_count : ZERO_NORM_BLOCKS_MAX;
+}
 
 /* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the fp64 partial sums of the norm, the
    scalars, and two fp64 numbers to send and two from each rank (one rank sends none). */
@@ -111,8 +114,7 @@ static inline size_t zero_scratch_bytes(const ZeroLayout* layout, int rank, int 
     size_t all = stage == 0 && layout->ranks > 1
                      ? zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL)
                      : 0;
-    size_t partials = own < ZERO_NORM_BLOCKS_MAX ? own : ZERO_NORM_BLOCKS_MAX;
-    return (own + all) * sizeof(ZeroChunk) + partials * sizeof(double) + ZERO_SCALARS_BYTES +
+    return (own + all) * sizeof(ZeroChunk) + zero_norm_blocks(own) * sizeof(double) + ZERO_SCALARS_BYTES +
            2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1);
 }
 

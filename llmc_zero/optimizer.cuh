@@ -58,11 +58,10 @@ typedef struct ZeroConfig {
     int overlap; /* 1: reduce during backward, gather during the next forward; 0: all at the end of the step */
     int timing;  /* 1: zero_report tells how long the compute stream stood still for collectives */
     double beta1, beta2, eps, weight_decay, momentum;
-    double max_norm; /* clip the global norm to this; 0: do not clip */
-    uint64_t seed;   /* of stochastic rounding; the same on all ranks */
-    uint64_t
-        skip_limit;   /* so many steps in a row with gradients that are not finite are an error; 0: never */
-    double timeout_s; /* host waits end with an error after this */
+    double max_norm;     /* clip the global norm to this; 0: do not clip */
+    uint64_t seed;       /* of stochastic rounding; the same on all ranks */
+    uint64_t skip_limit; /* so many skipped steps in a row are an error; 0: never */
+    double timeout_s;    /* host waits end with an error after this */
 } ZeroConfig;
 
 static inline ZeroConfig zero_config(void) {
@@ -166,7 +165,7 @@ static inline size_t zero_state_bytes(const ZeroOptimizer* z) {
     return zero_state_count(z->layout, z->config.stage) * sizeof(float);
 }
 static inline size_t zero_partials_bytes(const ZeroOptimizer* z) {
-    return sizeof(double) * (z->chunks_count < ZERO_NORM_BLOCKS_MAX ? z->chunks_count : ZERO_NORM_BLOCKS_MAX);
+    return sizeof(double) * zero_norm_blocks(z->chunks_count);
 }
 
 /* Waits for the work in flight, at most timeout_s, and frees what z allocated. If the streams do not come to an end (a
