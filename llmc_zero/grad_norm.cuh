@@ -12,7 +12,8 @@
    Here are also the helpers that norm and update share: loads and stores of 4 elements, bf16, launching.
 
    defines: ZeroScalars, ZeroStepSettings, ZeroBf16, zero_load, zero_store, zero_is_aligned, ZeroNorm,
-            zero_norm_partials, zero_norm_sum, zero_norm_finish, zero_skip_launch, zero_set_t_launch
+            zero_norm_partials, zero_norm_sum, zero_norm_finish, zero_norm_again, zero_skip_launch,
+            zero_set_t_launch
 */
 #ifndef LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
 #define LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
@@ -194,21 +195,29 @@ static __device__ __forceinline__ void zero_prepare_update(ZeroScalars* s, const
     s->noise_key[1] = (uint32_t)(key >> 32);
 }
 
-/* sums: {sum of squares, passenger} of each rank. Clip factor as in PyTorch's clip_grad_norm_:
-   min(1, max_norm / (norm + 1e-6)). */
-template <typename Settings>
-static __global__ void zero_norm_finish_kernel(const double* sums, const Settings settings, ZeroScalars* s) {
+/* The norm, and the factor that the gradients get, from the ranks' sums: {sum of squares, passenger} of each. Clip
+   factor as in PyTorch's clip_grad_norm_: min(1, max_norm / (norm + 1e-6)). Returns 1 if the step must be skipped. */
+static __device__ __forceinline__ int zero_decide(const double* sums, const ZeroStepSettings& settings,
+                                                  double* norm, double* factor, double* passenger) {
     const double limit = settings.norm_limit > 0.0 ? settings.norm_limit : 1.7976931348623157e308;
-    double squares = 0.0, passenger = 0.0, norm, factor = settings.grad_scale;
+    double squares = 0.0;
+    *passenger = 0.0;
     for (int r = 0; r < settings.ranks; r++) {
         squares += sums[2 * r];
-        passenger += sums[2 * r + 1];
+        *passenger += sums[2 * r + 1];
     }
-    norm = sqrt(squares) * fabs(settings.grad_scale);
-    if (settings.max_norm > 0.0 && settings.max_norm < norm + 1e-6)
-        factor *= settings.max_norm / (norm + 1e-6);
-    s->skip = !(sqrt(squares) * fabs(factor) <= limit) || /* true for NaN too */
-              !(fabs(factor) >= 1.1754944e-38);           /* would be flushed to 0 in fp32 */
+    *norm = sqrt(squares) * fabs(settings.grad_scale);
+    *factor = settings.grad_scale;
+    if (settings.max_norm > 0.0 && settings.max_norm < *norm + 1e-6)
+        *factor *= settings.max_norm / (*norm + 1e-6);
+    return !(sqrt(squares) * fabs(*factor) <= limit) || /* true for NaN too */
+           !(fabs(*factor) >= 1.1754944e-38);           /* would be flushed to 0 in fp32 */
+}
+
+template <typename Settings>
+static __global__ void zero_norm_finish_kernel(const double* sums, const Settings settings, ZeroScalars* s) {
+    double norm, factor, passenger;
+    s->skip = zero_decide(sums, settings, &norm, &factor, &passenger);
     s->passenger_sum = passenger;
     s->norm = (float)norm;
     if (s->skip) {
@@ -219,6 +228,24 @@ static __global__ void zero_norm_finish_kernel(const double* sums, const Setting
     s->grad_factor = (float)factor;
     s->skipped_in_row = 0;
     s->t++;
+    zero_prepare_update(s, settings);
+}
+
+/* Decides once more, on other settings: this is update t. What was skipped stays skipped. */
+template <typename Settings>
+static __global__ void zero_norm_again_kernel(const double* sums, const Settings settings, uint64_t t,
+                                              ZeroScalars* s) {
+    double norm, factor, passenger;
+    if (s->skip) return;
+    s->skip = zero_decide(sums, settings, &norm, &factor, &passenger);
+    if (s->skip) {
+        s->skipped++;
+        s->skipped_in_row++;
+        s->t--;
+        return;
+    }
+    s->grad_factor = (float)factor;
+    s->t = t;
     zero_prepare_update(s, settings);
 }
 
@@ -272,17 +299,32 @@ static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passe
     return zero_ok();
 }
 
-/* Launch 3, once all_sums has arrived. grad_scale must fit into fp32: good gradients times inf would ruin the params. */
-static inline ZeroResult zero_norm_finish(const ZeroNorm* norm, const ZeroStepSettings* settings,
-                                          cudaStream_t stream) {
-    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+static inline ZeroResult zero_check_step_settings(const ZeroStepSettings* settings) {
     if (!(settings->grad_scale >= -3.4e38 && settings->grad_scale <= 3.4e38) || !(settings->max_norm >= 0.0))
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "grad_scale is %g and max_norm %g; |grad_scale| <= 3.4e38 and max_norm "
                           ">= 0 are allowed",
                           settings->grad_scale, settings->max_norm);
+    return zero_ok();
+}
+
+/* Launch 3, once all_sums has arrived. grad_scale must fit into fp32: good gradients times inf would ruin the params. */
+static inline ZeroResult zero_norm_finish(const ZeroNorm* norm, const ZeroStepSettings* settings,
+                                          cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+    ZERO_TRY(zero_check_step_settings(settings));
     ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_finish_kernel<ZeroStepSettings>, norm->all_sums,
                                      *settings, norm->scalars));
+    return zero_ok();
+}
+
+/* Behind launch 3: the decision again, on other settings and as update number t (from 1). norm stays. */
+static inline ZeroResult zero_norm_again(const ZeroNorm* norm, const ZeroStepSettings* settings, uint64_t t,
+                                         cudaStream_t stream) {
+    cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
+    ZERO_TRY(zero_check_step_settings(settings));
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_again_kernel<ZeroStepSettings>, norm->all_sums,
+                                     *settings, t, norm->scalars));
     return zero_ok();
 }
 

@@ -41,7 +41,7 @@
    defines: ZeroConfig, zero_config, ZeroOptimizer, ZeroReport, zero_init, zero_alloc_params, zero_alloc_grads,
             zero_alloc_state, zero_free, zero_begin, zero_params_acquire, zero_params_release,
             zero_params_acquire_all, zero_grads_acquire, zero_grads_ready, zero_attach, zero_grad_norm, zero_skip,
-            zero_update, zero_report, zero_params_changed, zero_set_t
+            zero_set_step, zero_update, zero_report, zero_params_changed, zero_state_changed, zero_set_t
 */
 #ifndef LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
 #define LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
@@ -361,6 +361,14 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
         masters[chunk.state_offset + i] = zero_from_bf16(params[chunk.flat_offset + i].bits);
 }
 
+template <typename Master>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+    zero_round_masters_kernel(const ZeroChunk* chunks, const Master* masters, ZeroBf16* params) {
+    const ZeroChunk& chunk = chunks[blockIdx.x];
+    for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
+        params[chunk.flat_offset + i].bits = (uint16_t)zero_to_bf16(masters[chunk.state_offset + i]);
+}
+
 static inline const ZeroChunk* zero_update_chunks(const ZeroOptimizer* z) {
     return z->all_chunks ? z->all_chunks : z->chunks;
 }
@@ -375,6 +383,23 @@ static inline ZeroResult zero_params_changed(ZeroOptimizer* z) {
     if (!z->masters || chunks_count == 0) return zero_ok();
     ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_copy_masters_kernel<float>, zero_update_chunks(z),
                                      (const ZeroBf16*)z->params, z->masters));
+    return zero_ok();
+}
+
+/* Tells z that this rank's masters were written from outside (a resumed run), or without masters its own slices of the
+   params: params are rounded from the masters as zero_update rounds them, and gathered. All ranks together, between
+   steps, after zero_params_acquire_all. */
+static inline ZeroResult zero_state_changed(ZeroOptimizer* z) {
+    size_t chunks_count = z->bucket_chunks[z->layout->buckets_count];
+    cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
+    int b;
+    if (!z->state_there) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_state first");
+    if (z->micro >= 0) return zero_error(ZERO_ERROR_ORDER, "zero_state_changed in the middle of a step");
+    if (z->masters && chunks_count > 0)
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_round_masters_kernel<float>, zero_update_chunks(z),
+                                         (const float*)z->masters, (ZeroBf16*)z->params));
+    for (b = 0; z->config.stage > 0 && b < z->layout->buckets_count; b++)
+        ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
     return zero_ok();
 }
 
@@ -600,17 +625,22 @@ static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
     return norm;
 }
 
+static inline ZeroStepSettings zero_step_settings(const ZeroOptimizer* z) {
+    const ZeroConfig* c = &z->config;
+    /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
+    const double norm_limit = c->algorithm == ZERO_SGD ? 3.4e38 : 1.8e19;
+    ZeroStepSettings settings = {c->beta1, c->beta2, z->grad_scale / z->ranks, c->max_norm,
+                                 c->seed,  z->ranks, norm_limit};
+    return settings;
+}
+
 /* Finishes backward: global norm of the mean gradient before clipping, skip decision, t, clip factor; all on the
    device. norm: NULL, or where to put the norm; then the host waits for it. ZERO_ERROR_SKIPS after skip_limit skips in
    a row: in the same step on all ranks if they ask for the norm (or for zero_report); else as soon as the host hears
    of it, which may be some steps later and not in the same step on all ranks, so that they must be ended together. */
 static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
-    ZeroNorm work = zero_describe_norm(z);
-    /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
-    const double norm_limit = z->config.algorithm == ZERO_SGD ? 3.4e38 : 1.8e19;
-    ZeroStepSettings settings = {z->config.beta1,    z->config.beta2, z->grad_scale / z->ranks,
-                                 z->config.max_norm, z->config.seed,  z->ranks,
-                                 norm_limit};
+    const ZeroNorm work = zero_describe_norm(z);
+    const ZeroStepSettings settings = zero_step_settings(z);
     int b;
     if (norm) *norm = 0.0f;
     if (z->micro < 0 || z->micro != z->micros - 1)
@@ -633,6 +663,28 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     ZERO_TRY(zero_wait_status(z));
     *norm = z->status->norm;
     return zero_check_skips(z, z->status);
+}
+
+/* For a framework that hands over all of Adam's settings with each update (llm.c's gpt2_update). Between zero_grad_norm
+   and zero_update, on every rank alike: this is update number t (from 1), with the betas and max_norm that stand in
+   z->config now (the caller may change these, eps and weight_decay between two updates). clip_factor: what the
+   gradients are multiplied with in place of clipping to max_norm; negative: clip. A step that zero_grad_norm has
+   decided to skip stays skipped. */
+static inline ZeroResult zero_set_step(ZeroOptimizer* z, uint64_t t, double clip_factor) {
+    const ZeroNorm work = zero_describe_norm(z);
+    ZeroStepSettings settings = zero_step_settings(z);
+    if (!z->norm_done)
+        return zero_error(ZERO_ERROR_ORDER,
+                          "zero_set_step comes after zero_grad_norm and before zero_update");
+    ZERO_TRY(zero_check_config(&z->config, z->layout, z->rank, z->comm.comm));
+    if (t == 0) return zero_error(ZERO_ERROR_ARGUMENT, "update number 0; they count from 1");
+    if (clip_factor >= 0.0) {
+        settings.grad_scale *= clip_factor;
+        settings.max_norm = 0.0;
+    }
+    ZERO_TRY(zero_norm_again(&work, &settings, t, z->comm.compute));
+    z->status_stale = 1;
+    return zero_ok();
 }
 
 /* Drops this step, on every rank alike: params, state and t stay as they are. Between zero_grad_norm and

@@ -1,0 +1,451 @@
+"""What dev/llmc/patch.py changes in a checkout of llm.c, and where: names of functions and variables, no lines of it.
+
+An edit is a function that gets a Plan (the source of one file and the changes collected so far) and adds to it.
+EDITS make llm.c's trainer use llmc_zero. MENDS put right what is wrong in llm.c itself; each has a reason, works
+without EDITS too (--mends-only) and can be left out (--no-mend). A mend that EDITS make pointless, because they
+replace the place, has `covered` set.
+"""
+
+import re
+from collections import namedtuple
+
+from source import Missing, Source, Span
+
+Edit = namedtuple("Edit", "name file what apply")
+Mend = namedtuple("Mend", "name files reason apply covered")
+Change = namedtuple("Change", "edit start end text")
+
+OPTIONAL = {"test_gpt2.cu"}   # a fork may do without
+MENDED = "mended"             # what a mend returns where there is nothing left to do
+
+
+class Plan:
+    """The changes of one file. Offsets are those of the original text; changes must not overlap."""
+
+    def __init__(self, text):
+        self.source = Source(text)
+        self.newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
+        self.changes = []
+        self.edit = None   # name of the edit that is being applied
+
+    def change(self, start, end, text):
+        self.changes.append(Change(self.edit, start, end, text.replace("\n", self.newline)))
+
+    def replaced(self, offset):
+        return any(c.start <= offset < c.end for c in self.changes)
+
+    def replace(self, span, text):
+        """Replaces statements by lines of text, indented as they were; no text: takes their lines out."""
+        lines = self.source.whole_lines(span)
+        if lines is None:
+            self.change(*span, " ".join(text.split("\n")))
+            return
+        indent = self.source.indentation(span.start)
+        self.change(*lines, "".join((indent + line if line and line[0] != "#" else line) + "\n"
+                                    for line in text.split("\n") if text))
+
+    def before(self, span, text):
+        indent = self.source.indentation(span.start)
+        self.change(span.start, span.start, "".join(line + "\n" + indent for line in text.split("\n")))
+
+    def after(self, span, text):
+        indent = self.source.indentation(span.start)
+        self.change(span.end, span.end, "".join("\n" + indent + line for line in text.split("\n")))
+
+    def body(self, function, text):
+        """Replaces the body of a function; a range for the profiler stays."""
+        code = self.source.code[function.body.start:function.body.end]
+        if re.search(r"\bNVTX_RANGE_FN\s*\(", code):
+            text = "NVTX_RANGE_FN();\n" + text
+        self.change(*function.body, "\n" + "".join(f"    {line}\n" for line in text.split("\n")))
+
+    def result(self):
+        """(patched text, changes in order of their place)."""
+        changes = sorted(self.changes, key=lambda c: (c.start, c.end))
+        out, at = [], 0
+        for c in changes:
+            if c.start < at:
+                raise Missing(f"line {self.source.line(c.start)}: another edit has changed this place")
+            out += [self.source.text[at:c.start], c.text]
+            at = c.end
+        return "".join(out) + self.source.text[at:], changes
+
+
+EDITS, MENDS = [], []
+
+
+def edit(name, file, what):
+    return lambda apply: EDITS.append(Edit(name, file, what, apply)) or apply
+
+
+def mend(name, files, reason, covered=""):
+    return lambda apply: MENDS.append(Mend(name, files.split(), reason, apply, covered)) or apply
+
+
+# ---------------------------------------------------------------------------- the trainer
+
+TRAINER = "train_gpt2.cu"
+
+
+@edit("struct", TRAINER, "GPT2 gets a pointer to what llmc_zero holds; the adapter is included behind it")
+def edit_struct(plan):
+    end = plan.source.find(r"\}\s*GPT2\s*;", what="the end of GPT2's definition")
+    plan.change(end.start(), end.start(), "    struct ZeroGpt2* zero; // llmc_zero: layout, buffers and optimizer\n")
+    plan.change(end.end(), end.end(),
+                "\n\n// defines: zero_gpt2_* (everything that knows GPT2 and llmc_zero)\n"
+                '#include "llmc_zero/gpt2.cuh"')
+
+
+@edit("init", TRAINER, "gpt2_init_common: nothing is held yet")
+def edit_init(plan):
+    function = plan.source.function("gpt2_init_common")
+    plan.change(function.body.start, function.body.start,
+                f"\n    {function.parameters[0]}->zero = NULL; // made with the weights")
+
+
+@edit("weights", TRAINER, "gpt2_allocate_weights: one layer-major buffer, padded for the ranks")
+def edit_weights(plan):
+    function = plan.source.function("gpt2_allocate_weights")
+    call = plan.source.call("malloc_and_point_parameters", function.body)
+    plan.replace(plan.source.statement(call.start), f"zero_gpt2_allocate_weights({function.parameters[0]});")
+
+
+@edit("state", TRAINER, "gpt2_allocate_state: gradients, and m, v and masters of the own slices, filled at once")
+def edit_state(plan):
+    source, function = plan.source, plan.source.function("gpt2_allocate_state")
+    model = function.parameters[0]
+    call = source.call("malloc_and_point_parameters", function.body)
+    plan.replace(source.statement(call.start), f"zero_gpt2_allocate_grads({model});")
+    span = Span(declaration(source, "shard_num_parameters", function.body).start,
+                if_of(source, "use_master_weights", function.body).end)
+    plan.replace(span, f"zero_gpt2_allocate_state({model});")
+
+
+@edit("model files", TRAINER, "model files are written and read in llm.c's order, byte for byte")
+def edit_files(plan):
+    source = plan.source
+    function = source.function("gpt2_write_to_checkpoint")
+    call = source.call("device_to_file", function.body, "params_memory")
+    plan.replace(source.statement(call.start),
+                 f"zero_gpt2_params_to_file({function.parameters[0]}, {call.arguments[0][0]});")
+    function = source.function("gpt2_build_from_checkpoint")
+    call = source.call("file_to_device", function.body, "params_memory")
+    plan.replace(source.statement(call.start),
+                 f"zero_gpt2_params_from_file({function.parameters[0]}, {call.arguments[1][0]});")
+    function = source.function("gpt_build_from_descriptor")
+    call = source.call("cudaMemcpy", function.body, "params_memory")
+    plan.replace(source.statement(call.start),
+                 f"zero_gpt2_params_from_host({function.parameters[0]}, {call.arguments[1][0]});")
+
+
+def pointers(plan, function, kind):
+    """`tensors.NAME + LAYER * size` and `tensors.NAME` become calls that know where the layer lies."""
+    source, model = plan.source, function.parameters[0]
+    copy = source.find(rf"\bParameterTensors\s+(\w+)\s*=\s*{model}\s*->\s*{kind}s\s*;", function.body,
+                       f"the local copy of {model}->{kind}s in its function")
+    name, layered = copy[1], 0
+    for match in re.compile(rf"\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
+        if plan.replaced(match.start()):
+            continue
+        layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
+        end = source.statement(match.start()).end - 1 if layer else match.end()
+        plan.change(match.start(), end,
+                    f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
+        layered += bool(layer)
+    if layered == 0:
+        raise Missing(f"{name}.TENSOR + layer * size: not found")
+
+
+@edit("forward", TRAINER, "gpt2_forward: each tensor is waited for where it is used")
+def edit_forward(plan):
+    pointers(plan, plan.source.function("gpt2_forward"), "param")
+
+
+@edit("backward", TRAINER, "gpt2_backward_and_reduce: a layer's gradients leave when the layer is done")
+def edit_backward(plan):
+    source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
+    if len(function.parameters) != 5:
+        raise Missing(f"gpt2_backward_and_reduce has {len(function.parameters)} parameters, 5 were expected")
+    model, _, _, micro_steps, micro_step = function.parameters
+    last = source.statement(source.find(r"\bbool\s+last_step\s*=", function.body, "last_step").start())
+    plan.after(last, f"zero_gpt2_begin({model}, {micro_step}, {micro_steps});")
+    clear = source.call("cudaMemsetAsync", function.body, "grads_memory")
+    plan.replace(source.statement(clear.start), "")
+    reduces = source.calls("multi_gpu_async_reduce_gradient", function.body)
+    if len(reduces) != 2:
+        raise Missing(f"calls of multi_gpu_async_reduce_gradient in gpt2_backward_and_reduce: found "
+                      f"{len(reduces)} times, expected 2 (a layer, and all else)")
+    _, layer = source.for_around(reduces[0].start)
+    plan.replace(source.if_around(reduces[0].start), f"zero_gpt2_layer_done({model}, {layer});")
+    block = source.block_around(reduces[1].start)
+    for argument in reduces[1].arguments[:2]:
+        plan.replace(declaration(source, argument[0], block), "")
+    plan.replace(source.statement(reduces[1].start), "")
+    encoder = source.call("encoder_backward", function.body)
+    plan.after(source.statement(encoder.start), f"zero_gpt2_backward_done({model});")
+    pointers(plan, function, "param")
+    pointers(plan, function, "grad")
+
+
+@edit("tensor at layer", TRAINER, "gpt2_get_tensor_at_layer: offsets of the layer-major buffer")
+def edit_tensor_at_layer(plan):
+    function = plan.source.function("gpt2_get_tensor_at_layer")
+    plan.body(function, f"return zero_gpt2_tensor_at_layer({', '.join(function.parameters)});")
+
+
+@edit("norm", TRAINER, "gpt2_calculate_grad_norm: own slices in fp64, added in rank order, on the device")
+def edit_norm(plan):
+    function = plan.source.function("gpt2_calculate_grad_norm")
+    plan.body(function, f"return zero_gpt2_grad_norm({function.parameters[0]});")
+
+
+@edit("update", TRAINER, "gpt2_update: one fused launch a bucket, its gather behind it, in place of sixteen launches")
+def edit_update(plan):
+    function = plan.source.function("gpt2_update")
+    names = function.parameters
+    if len(names) != 10:
+        raise Missing(f"gpt2_update has {len(names)} parameters, 10 were expected")
+    plan.body(function, f"zero_gpt2_update({', '.join(names[:8] + names[9:])});")
+
+
+@edit("free", TRAINER, "gpt2_free, and main before the communicator goes")
+def edit_free(plan):
+    source, function = plan.source, plan.source.function("gpt2_free")
+    plan.change(function.body.start, function.body.start, f"\n    zero_gpt2_free({function.parameters[0]});")
+    call = source.call("multi_gpu_config_free", source.function("main").body)
+    plan.before(source.statement(call.start), f"zero_gpt2_free({main_model(source)});")
+
+
+@edit("state files", TRAINER, "save_state, load_state: m, v and masters of the own slices, with the layout they are of")
+def edit_state_files(plan):
+    source = plan.source
+    for name, write in (("save_state", True), ("load_state", False)):
+        function = source.function(name)
+        model = function.parameters[2 if write else 1]
+        copy, adapter = ("device_to_file", "to") if write else ("file_to_device", "from")
+        first = source.call(copy, function.body, "m_memory")
+        last = if_of(source, "use_master_weights", Span(first.end, function.body.end))
+        file = first.arguments[0 if write else 1][0]
+        plan.replace(Span(source.statement(first.start).start, last.end),
+                     f"zero_gpt2_state_{adapter}_file({model}, {file});")
+        plan.replace(declaration(source, "shard_num_parameters", function.body), "")
+
+
+@edit("flags", TRAINER, "-K, -R and -O are new; stage and bucket size are known before weights are allocated")
+def edit_flags(plan):
+    source, main = plan.source, plan.source.function("main")
+    chain = source.find(r"\belse\s*\{\s*error_usage\s*\(", main.body, "the end of main's chain of flags")
+    loop, index = source.for_around(chain.start())
+    arguments = main.parameters[1]
+    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O")
+    plan.before(Span(chain.start(), chain.start()),
+                f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
+    stage = source.call("set_zero_configs", main.body).arguments[1][0]
+    init = source.call("gpt2_init_common", main.body)
+    plan.after(source.statement(init.start), f"zero_gpt2_configure({main_model(source)}, {stage}, &zero_settings);")
+    usage = source.function("error_usage")
+    prints = [call for call in source.calls("fprintf", usage.body)
+              if re.search(r'"\s*-z\b', source.text[call.start:call.end])]
+    if len(prints) != 1:
+        raise Missing(f"the help on -z in error_usage: found {len(prints)} times, expected once")
+    plan.after(source.statement(prints[0].start), "zero_gpt2_usage();")
+
+
+@edit("clip", TRAINER, "main: the norm is clipped on the device")
+def edit_clip(plan):
+    source, main = plan.source, plan.source.function("main")
+    scale = source.call("gpt2_update", main.body).arguments[6][0]
+    found = source.find(rf"\b{re.escape(scale)}\s*=", main.body, f"{scale} in main")
+    statement = source.statement(found.start())
+    limit = source.find(r"(\w+)\s*/\s*\w+", Span(found.end(), statement.end), f"max norm / norm in {scale}")
+    plan.change(found.end(), statement.end - 1, f" zero_gpt2_clip({limit[1]})")
+
+
+@edit("any size", "llmc/zero.cuh", "set_zero_configs: no size has to divide by the number of ranks")
+def edit_configs(plan):
+    function = plan.source.function("set_zero_configs")
+    config, stage, count = function.parameters
+    plan.body(function,
+              f"{config}->zero_stage = {stage};\n"
+              f"{config}->shard_num_parameters = {count}; // until the state is allocated\n"
+              f'printf0("| %-21s | %-50s |\\n", "llmc_zero",\n'
+              f'        {stage} == 0 ? "off: optimizer state on every rank" : "optimizer state sharded over the ranks");')
+
+
+@edit("test", "test_gpt2.cu", "test_gpt2.cu: gradients are looked at in llm.c's order")
+def edit_test(plan):
+    source, main = plan.source, plan.source.function("main")
+    call = source.call("cudaMemcpy", main.body, "grads_memory")
+    plan.replace(source.statement(call.start),
+                 f"zero_gpt2_grads_to_host({main_model(source)}, {call.arguments[0][0]});")
+
+
+# ---- places that several edits look for
+
+def declaration(source, name, within):
+    """The statement that declares a variable."""
+    found = source.find(rf"\b\w+[\s*&]+(?:const\s+)?{re.escape(name)}\s*(?:\[[^]]*\]\s*)?=[^=]", within,
+                        f"the declaration of {name}")
+    return source.statement(found.end() - 2)
+
+
+def if_of(source, word, within):
+    """The first if whose condition has a word in it, with its block."""
+    for match in re.compile(r"\bif\s*\(").finditer(source.code, *within):
+        end = source.closing(match.end() - 1)
+        block = re.compile(r"\s*\{").match(source.code, end)
+        if block and re.search(rf"\b{word}\b", source.code[match.end():end]):
+            return Span(match.start(), source.closing(block.end() - 1))
+    raise Missing(f"an if on {word}: not found")
+
+
+def main_model(source):
+    """How main writes the address of its model."""
+    return source.call("gpt2_init_common", source.function("main").body).arguments[0][0]
+
+
+# ---------------------------------------------------------------------------- mends
+
+@mend("one-float", "llmc/zero.cuh train_gpt2.cu",
+      "all-reduces of one float have sizeof(float) = 4 as their count: 12 bytes behind the buffer are read and written")
+def mend_one_float(plan):
+    found = [call.arguments[2] for call in plan.source.calls("ncclAllReduce")
+             if len(call.arguments) > 2 and not plan.replaced(call.start)]
+    wrong = [span for text, span in found if re.sub(r"\s", "", text) == "sizeof(float)"]
+    if not found:
+        raise Missing("ncclAllReduce: not found")
+    for start, end in wrong:
+        lead = len(plan.source.code[start:end]) - len(plan.source.code[start:end].lstrip())
+        plan.change(start + lead, end, "1")
+    return None if wrong else MENDED
+
+
+@mend("false", "llmc/cuda_common.h",
+      "the constant False is true: bias gradients of wide layers overwrite those of the micro-steps before")
+def mend_false(plan):
+    found = plan.source.find(r"\bbool_constant\s*<\s*(true|false)\s*>\s*False\b", what="the constant False")
+    if found[1] == "false":
+        return MENDED
+    plan.change(*found.span(1), "false")
+
+
+@mend("block-reduce", "llmc/attention.cuh",
+      "attention's backward reuses the shared memory of blockReduce in a loop without the final __syncthreads: a race")
+def mend_block_reduce(plan):
+    source = plan.source
+    function = source.function("softmax_autoregressive_backward_inplace_kernel")
+    found = source.find(r"\bblockReduce\s*<[^;()]*>\s*\(", function.body, "blockReduce in attention's backward")
+    end = source.closing(found.end() - 1)
+    arguments = source.split(found.end(), end - 1)
+    if len(arguments) > 1:
+        return MENDED
+    plan.change(end - 1, end - 1, ", true")
+
+
+@mend("residual-guard", "llmc/layernorm.cuh",
+      "fused_residual_forward works on one row too many when batch times length is no multiple of 8")
+def mend_residual_guard(plan):
+    source = plan.source
+    function = source.function("fused_residual_forward_kernel5")
+    found = source.find(r"\bif\s*\(\s*idx\s*(>=?)\s*N\s*\)", function.body, "the guard idx > N")
+    if found[1] == ">=":
+        return MENDED
+    plan.change(*found.span(1), ">=")
+
+
+@mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile")
+def mend_mem_advise(plan):
+    source = plan.source
+    if re.search(r"\bcudaMemLocation\b", source.code):
+        return MENDED
+    call = source.call("cudaMemAdvise")
+    statement = source.statement(call.start)
+    start, end = call.arguments[3][1]
+    old = source.text[statement.start:statement.end]
+    new = (source.text[statement.start:start] + " cudaMemLocation{cudaMemLocationTypeHost, 0}"
+           + source.text[end:statement.end])
+    plan.replace(statement, f"#if CUDART_VERSION >= 13000\n{new}\n#else\n{old}\n#endif")
+
+
+@mend("outlier-nan", "llmc/outlier_detector.h",
+      "one NaN in the sums of the outlier detector switches -sl and -sg off for good")
+def mend_outlier_nan(plan):
+    function = plan.source.function("update_detector")
+    if re.search(r"\bisfinite\b", plan.source.code[function.body.start:function.body.end]):
+        return MENDED
+    plan.change(function.body.start, function.body.start,
+                f'\n    if (!isfinite({function.parameters[1]})) {{ return nan(""); }} // it would stay in the sums')
+
+
+@mend("mpi-finalize", "llmc/zero.cuh",
+      "MPI_Finalize is called in runs that never started MPI (-pi tcp, -pi fs): MPI ends a good run with an error")
+def mend_mpi_finalize(plan):
+    source, function = plan.source, plan.source.function("multi_gpu_config_free")
+    if re.search(r"\bMPI_Initialized\b", source.code[function.body.start:function.body.end]):
+        return MENDED
+    statement = source.statement(source.call("MPI_Finalize", function.body).start)
+    old = source.text[statement.start:statement.end]
+    plan.replace(statement, "int mpi_started = 0;\nmpiCheck(MPI_Initialized(&mpi_started));\n"
+                            f"if (mpi_started) {{ {old} }}")
+
+
+@mend("log-digits", "llmc/logger.h",
+      "main.log has four digits of the loss: runs that differ look equal")
+def mend_log_digits(plan):
+    source, wrong = plan.source, 0
+    for name in ("logger_log_train", "logger_log_val"):
+        function = source.function(name)
+        call = source.call("fprintf", function.body)
+        for match in re.compile(r"%\.\d+f").finditer(source.text, call.start, call.end):
+            plan.change(*match.span(), "%.9g")
+            wrong += 1
+    return None if wrong else MENDED
+
+
+@mend("gather-order", TRAINER, "with -z 1 parameters are gathered without waiting for the update that writes them",
+      covered="update")
+def mend_gather_order(plan):
+    source, function = plan.source, plan.source.function("gpt2_update")
+    if source.calls("cudaStreamWaitEvent", function.body):
+        return MENDED
+    config = function.parameters[8]
+    start = source.statement(source.call("ncclGroupStart", function.body).start)
+    plan.before(start, f"cudaCheck(cudaEventRecord({config}->compute_nccl_sync, main_stream));\n"
+                       f"cudaCheck(cudaStreamWaitEvent({config}->nccl_stream, {config}->compute_nccl_sync));")
+
+
+@mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned", covered="backward")
+def mend_wpe_range(plan):
+    source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
+    last = source.calls("multi_gpu_async_reduce_gradient", function.body)[-1]
+    sizes = declaration(source, last.arguments[1][0], source.block_around(last.start))
+    found = list(re.compile(r"\bT\s*\*\s*C\b").finditer(source.code, *sizes))
+    if not found and re.search(r"max_seq_len", source.code[sizes.start:sizes.end]):
+        return MENDED
+    if len(found) != 1:
+        raise Missing(f"T * C in the sizes of what is reduced last: found {len(found)} times, expected once")
+    plan.change(*found[0].span(), f"(size_t){function.parameters[0]}->config.max_seq_len * C")
+
+
+@mend("rounding-seed", TRAINER, "stochastic rounding is seeded by rank: replicas drift apart", covered="update")
+def mend_rounding_seed(plan):
+    source, function = plan.source, plan.source.function("gpt2_init_common")
+    seed = source.statement(source.find(r"\brng_state\s*=", function.body, "rng_state").start())
+    rank = re.compile(r"\s*\+\s*multi_gpu_config\s*\.\s*process_rank\b").search(source.code, *seed)
+    if not rank:
+        return MENDED
+    plan.change(*rank.span(), "")
+
+
+@mend("nan-norm", TRAINER, "a norm that is not finite is not clipped: m, v and weights become NaN", covered="update")
+def mend_nan_norm(plan):
+    source, main = plan.source, plan.source.function("main")
+    call = source.call("gpt2_calculate_grad_norm", main.body)
+    norm = re.compile(r"(\w+)\s*=\s*$").search(source.code, main.body.start, call.start)
+    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
+    if not norm:
+        raise Missing("the variable that gpt2_calculate_grad_norm is assigned to: not found")
+    plan.before(Span(choice.start() + 1, choice.start() + 1),
+                f"if (!isfinite({norm[1]})) {{\n"
+                f'    printf0("skipping update: the gradient is not finite\\n");\n'
+                "} else")

@@ -1,0 +1,556 @@
+/* llmc_zero/gpt2.cuh - what llmc_zero has to know of llm.c's GPT2. dev/llmc/patch.py puts it here and edits
+   train_gpt2.cu so that the functions below are called; it is included right behind the definition of GPT2.
+
+   A segment is one layer's part of a tensor, a unit is a layer; unit 0 holds the embeddings, the last unit the final
+   layernorm. The flat buffer is layer-major: layer l + 1 lies a constant distance behind layer l, so a kernel gets
+   its pointers from zero_gpt2_param(model, params.qkvw, l) in place of params.qkvw + l * size. The model index is
+   llm.c's order (tensor by tensor), so model files keep their bytes.
+
+   One step, in the order in which the patched functions call:
+     gpt2_backward_and_reduce   zero_gpt2_begin; zero_gpt2_grad; zero_gpt2_layer_done; zero_gpt2_backward_done
+     gpt2_calculate_grad_norm   zero_gpt2_grad_norm
+     gpt2_update                zero_gpt2_update
+     gpt2_forward (the next)    zero_gpt2_param
+   A step whose gpt2_update is left out (llm.c's outlier rule) is dropped when the next one begins.
+
+   llm.c's way with errors is kept: a call that fails prints one line and ends the program, the other ranks with it.
+*/
+#ifndef LLMC_ZERO_GPT2_CUH_INCLUDED
+#define LLMC_ZERO_GPT2_CUH_INCLUDED
+
+#if defined(ENABLE_FP16)
+#error "llmc_zero shards FP32 and BF16 models: build with PRECISION=BF16 or PRECISION=FP32"
+#endif
+#if !defined(MULTI_GPU) && !defined(ZERO_NO_NCCL)
+#define ZERO_NO_NCCL
+#endif
+
+#include <unistd.h>
+
+#include "llmc_zero.cuh"
+
+/* What -K, -R and -O say; -z stays llm.c's. */
+typedef struct ZeroGpt2Settings {
+    int units_apart;  /* -K unit: a bucket a layer */
+    double bucket_mb; /* -K X: buckets of at most X MB; 0: one bucket */
+    ZeroReduction reduction;
+    int overlap;
+} ZeroGpt2Settings;
+
+typedef struct ZeroGpt2 {
+    ZeroGpt2Settings settings;
+    int stage;
+    ZeroLayout layout;
+    ZeroMemory memory;
+    ZeroOptimizer z;
+    char (*names)[32];                        /* of the segments */
+    int first_segment[NUM_PARAMETER_TENSORS]; /* of tensor i; its layers follow */
+    size_t layer_stride;                      /* elements from one layer to the next in the flat buffer */
+    unsigned long long not_finite;            /* steps skipped so far because of the gradient */
+} ZeroGpt2;
+
+/* llm.c's tensors in its order. decays: only matrices and embeddings lose weight. */
+typedef struct ZeroGpt2Tensor {
+    const char* name;
+    int per_layer, decays;
+} ZeroGpt2Tensor;
+
+static const ZeroGpt2Tensor zero_gpt2_tensors[] = {
+    {"wte", 0, 1},      {"wpe", 0, 1},      {"ln1w", 1, 0}, {"ln1b", 1, 0}, {"qkvw", 1, 1}, {"qkvb", 1, 0},
+    {"attprojw", 1, 1}, {"attprojb", 1, 0}, {"ln2w", 1, 0}, {"ln2b", 1, 0}, {"fcw", 1, 1},  {"fcb", 1, 0},
+    {"fcprojw", 1, 1},  {"fcprojb", 1, 0},  {"lnfw", 0, 0}, {"lnfb", 0, 0},
+};
+static_assert(sizeof(zero_gpt2_tensors) / sizeof(zero_gpt2_tensors[0]) == NUM_PARAMETER_TENSORS,
+              "this llm.c has other parameter tensors: change zero_gpt2_tensors in llmc_zero/gpt2.cuh alike");
+
+/* Ends this process and with it the others: mpirun sees the exit code; a rank that waits must not wait for ever. */
+static inline void zero_gpt2_check(ZeroResult result, const char* file, int line) {
+    if (result.code == ZERO_OK) return;
+    fprintf(stderr, "[llmc_zero ERROR] rank %d of %d at file %s:%d:\n%s\n", multi_gpu_config.process_rank,
+            multi_gpu_config.num_processes, file, line, result.text);
+    fflush(NULL);
+#if defined(MULTI_GPU) && defined(USE_MPI)
+    int started = 0, ended = 0;
+    if (MPI_Initialized(&started) == MPI_SUCCESS && started && MPI_Finalized(&ended) == MPI_SUCCESS && !ended)
+        MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);
+#endif
+    _exit(EXIT_FAILURE); /* exit() would wait for streams that a lost peer keeps busy */
+}
+#define zeroCheck(result) (zero_gpt2_check((result), __FILE__, __LINE__))
+
+/* ------------------------------------------------------------------ flags */
+
+static inline ZeroGpt2Settings zero_gpt2_settings(void) {
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1};
+    return settings;
+}
+
+static inline void zero_gpt2_usage(void) {
+    fprintf(stderr, "  llmc_zero: -z takes 0 and 1 (optimizer state on its owner)\n");
+    fprintf(
+        stderr,
+        "  -K <string> bucket size in MB, or unit = a bucket a layer, or 0 = one bucket (default = unit)\n");
+    fprintf(stderr, "  -R <string> reduction of gradients: nccl, or allreduce with -z 0 (default = nccl)\n");
+    fprintf(stderr, "  -O <int>    overlap communication with forward and backward? (default = 1)\n");
+}
+
+/* Takes flag -K, -R or -O; 0 if it is none of them. A value that cannot work ends the program. */
+static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, const char* value) {
+    char* end = NULL;
+    if (strlen(flag) != 2 || !strchr("KRO", flag[1])) return 0;
+    if (flag[1] == 'K' && strcmp(value, "unit") == 0) {
+        settings->units_apart = 1;
+        settings->bucket_mb = 0.0;
+    } else if (flag[1] == 'K') {
+        settings->units_apart = 0;
+        settings->bucket_mb = strtod(value, &end);
+        if (end == value || *end || !(settings->bucket_mb >= 0.0 && settings->bucket_mb <= 1e9)) end = NULL;
+        if (!end) fprintf(stderr, "-K %s: a bucket size in MB, 0 .. 1e9, or unit\n", value);
+        if (!end) exit(EXIT_FAILURE);
+    } else if (flag[1] == 'R' && strcmp(value, "nccl") == 0) {
+        settings->reduction = ZERO_REDUCE_NCCL;
+    } else if (flag[1] == 'R' && strcmp(value, "allreduce") == 0) {
+        settings->reduction = ZERO_REDUCE_ALLREDUCE;
+    } else if (flag[1] == 'O' && (strcmp(value, "0") == 0 || strcmp(value, "1") == 0)) {
+        settings->overlap = value[0] == '1';
+    } else {
+        fprintf(stderr, flag[1] == 'R' ? "-R %s: nccl or allreduce\n" : "-O %s: 0 or 1\n", value);
+        exit(EXIT_FAILURE);
+    }
+    return 1;
+}
+
+/* ------------------------------------------------------------------ set up, tear down */
+
+/* Stage and settings, before the weights are allocated. Without this call: stage 0, a bucket a layer. */
+static inline void zero_gpt2_configure(GPT2* model, int stage, const ZeroGpt2Settings* settings) {
+    if (stage != 0 && stage != 1) {
+        printf0("-z %d: stages 0 (off) and 1 (optimizer state sharded) are in this version\n", stage);
+        fflush(NULL);
+        exit(EXIT_FAILURE);
+    }
+    if (!model->zero) model->zero = (ZeroGpt2*)calloc(1, sizeof(ZeroGpt2));
+    if (!model->zero) zeroCheck(zero_error(ZERO_ERROR_MEMORY, "no host memory"));
+    model->zero->stage = stage;
+    model->zero->settings = *settings;
+}
+
+/* Frees what belongs to model->zero; llm.c's pointers to it become NULL. Before the communicator goes; the second
+   call does nothing. */
+static inline void zero_gpt2_free(GPT2* model) {
+    ZeroGpt2* zero = model->zero;
+    if (!zero) return;
+    zero_free(&zero->z);
+    zero_layout_free(&zero->layout);
+    free(zero->names);
+    free(zero);
+    model->zero = NULL;
+    model->params_memory = NULL;
+    model->grads_memory = NULL;
+    model->m_memory = model->v_memory = model->master_weights = NULL;
+}
+
+static inline int zero_gpt2_layers(const ZeroGpt2* zero) { return zero->layout.units_count - 2; }
+
+/* The segment of tensor i's part in a layer (the layer of a tensor that has none does not matter). */
+static inline int zero_gpt2_segment(const ZeroGpt2* zero, int i, int layer) {
+    return zero->first_segment[i] + (zero_gpt2_tensors[i].per_layer ? layer : 0);
+}
+
+static inline ZeroResult zero_gpt2_describe(GPT2* model, int ranks) {
+    ZeroGpt2* zero = model->zero;
+    const int layers = model->config.num_layers;
+    const size_t segments_max = (size_t)NUM_PARAMETER_TENSORS * (size_t)(layers > 0 ? layers : 1);
+    ZeroSegment* segments = (ZeroSegment*)calloc(segments_max, sizeof(ZeroSegment));
+    ZeroLayoutConfig config = zero_layout_config(ranks, sizeof(floatX) == 2 ? ZERO_BF16 : ZERO_FP32);
+    ZeroResult result = zero_ok();
+    int count = 0;
+    zero->names = (char(*)[32])calloc(segments_max, sizeof(*zero->names));
+    config.units_apart = zero->settings.units_apart;
+    config.bucket_bytes = (size_t)(zero->settings.bucket_mb * 1e6);
+    if (!segments || !zero->names)
+        result = zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu segments", segments_max);
+    if (layers < 1) result = zero_error(ZERO_ERROR_ARGUMENT, "%d layers; a model has at least 1", layers);
+    for (int i = 0; i < NUM_PARAMETER_TENSORS && result.code == ZERO_OK; i++) {
+        const ZeroGpt2Tensor* tensor = &zero_gpt2_tensors[i];
+        const int parts = tensor->per_layer ? layers : 1;
+        if (model->param_elements[i] % (size_t)parts != 0)
+            result = zero_error(ZERO_ERROR_ARGUMENT,
+                                "tensor %s has %zu elements, which %d layers cannot share: change "
+                                "zero_gpt2_tensors in llmc_zero/gpt2.cuh",
+                                tensor->name, model->param_elements[i], parts);
+        zero->first_segment[i] = count;
+        for (int l = 0; l < parts; l++, count++) {
+            const int unit = tensor->per_layer ? 1 + l : i < 2 ? 0 : 1 + layers;
+            snprintf(zero->names[count], sizeof(*zero->names), tensor->per_layer ? "h.%2$d.%1$s" : "%s",
+                     tensor->name, l);
+            segments[count] =
+                zero_segment(zero->names[count], model->param_elements[i] / (size_t)parts, unit);
+            segments[count].decay_factor = tensor->decays ? 1.0f : 0.0f;
+        }
+    }
+    if (result.code == ZERO_OK) result = zero_layout(&zero->layout, segments, count, &config);
+    free(segments);
+    return result;
+}
+
+/* Layers must lie a constant distance apart, with every tensor at the same place in each. */
+static inline ZeroResult zero_gpt2_find_stride(ZeroGpt2* zero) {
+    const ZeroLayout* layout = &zero->layout;
+    const int layers = zero_gpt2_layers(zero);
+    zero->layer_stride = layers > 1 ? layout->unit_offset[2] - layout->unit_offset[1] : 0;
+    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) {
+        const ZeroSegment* part = &layout->segments[zero->first_segment[i]];
+        for (int l = 0; zero_gpt2_tensors[i].per_layer && l < layers; l++)
+            if (part[l].flat_offset != part[0].flat_offset + (size_t)l * zero->layer_stride)
+                return zero_error(
+                    ZERO_ERROR_ARGUMENT, "%s lies at %zu, %zu was expected: this is a bug in llmc_zero",
+                    part[l].name, part[l].flat_offset, part[0].flat_offset + (size_t)l * zero->layer_stride);
+    }
+    return zero_ok();
+}
+
+static inline void zero_gpt2_point(const ZeroGpt2* zero, ParameterTensors* tensors, void* flat) {
+    floatX** pointers =
+        (floatX**)tensors; /* llm.c asserts that it is an array of NUM_PARAMETER_TENSORS pointers */
+    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++)
+        pointers[i] = (floatX*)flat + zero->layout.segments[zero->first_segment[i]].flat_offset;
+}
+
+/* In place of one cudaMalloc for all parameters: lays the model out and allocates zero_padded_count elements. */
+static inline void zero_gpt2_allocate_weights(GPT2* model) {
+    const ZeroGpt2Settings defaults = zero_gpt2_settings();
+    ZeroConfig config = zero_config();
+#ifdef MULTI_GPU
+    ZeroNcclComm comm = multi_gpu_config.nccl_comm;
+#else
+    ZeroNcclComm comm = NULL;
+#endif
+    if (!model->zero) zero_gpt2_configure(model, 0, &defaults);
+    ZeroGpt2* zero = model->zero;
+    config.stage = zero->stage;
+    config.reduction = zero->settings.reduction;
+    config.overlap = zero->settings.overlap;
+    config.seed = 13371337; /* of stochastic rounding: the same on all ranks */
+    zeroCheck(zero_gpt2_describe(model, multi_gpu_config.num_processes));
+    zeroCheck(zero_gpt2_find_stride(zero));
+    zeroCheck(zero_init(&zero->z, &config, &zero->layout, multi_gpu_config.process_rank, comm, main_stream,
+                        &zero->memory));
+    zeroCheck(zero_alloc_params(&zero->z, NULL));
+    model->params_memory = zero->z.params;
+    zero_gpt2_point(zero, &model->params, model->params_memory);
+}
+
+static inline void zero_gpt2_allocate_grads(GPT2* model) {
+    zeroCheck(zero_alloc_grads(&model->zero->z, NULL));
+    model->grads_memory = model->zero->z.grads;
+    zero_gpt2_point(model->zero, &model->grads, model->grads_memory);
+}
+
+/* m, v and, in BF16 with -w 1, masters: made now, with the parameters that are there, not in the first update. */
+static inline void zero_gpt2_allocate_state(GPT2* model) {
+    ZeroOptimizer* z = &model->zero->z;
+    const char* names[] = {"AdamW optimizer state m", "AdamW optimizer state v", "master copy of params"};
+    const size_t all = zero_state_count(z->layout, 0), own = zero_state_count(z->layout, z->config.stage);
+    z->config.masters = model->use_master_weights;
+    const int arrays = sizeof(floatX) == 2 && model->use_master_weights ? 3 : 2;
+    for (int i = 0; i < arrays; i++)
+        printf0("allocating %zu MiB for %s\n", (own * sizeof(float)) >> 20, names[i]);
+    zeroCheck(zero_alloc_state(z));
+    model->m_memory = z->exp_avg;
+    model->v_memory = z->exp_avg_sq;
+    model->master_weights = z->masters;
+    model->init_state = false;
+    multi_gpu_config.shard_num_parameters = own;
+    printf0("llmc_zero: stage %d, %d buckets; bytes on each rank: parameters %zu, gradients %zu, m + v%s %zu "
+            "(%d x 4 x %zu of %zu elements)\n",
+            z->config.stage, z->layout->buckets_count, zero_flat_bytes(z), zero_flat_bytes(z),
+            arrays == 3 ? " + masters" : "", (size_t)arrays * own * sizeof(float), arrays, own, all);
+}
+
+/* ------------------------------------------------------------------ model order: files and host memory */
+
+typedef enum ZeroGpt2Direction { ZERO_GPT2_TO_HOST, ZERO_GPT2_FROM_HOST } ZeroGpt2Direction;
+
+/* Copies elements first .. first + count - 1 of the model, in llm.c's order, between a flat device buffer and host
+   memory, on main_stream. Pinned host memory: asynchronous. */
+static inline void zero_gpt2_copy(const ZeroGpt2* zero, void* flat, size_t first, size_t count, void* host,
+                                  ZeroGpt2Direction direction) {
+    const ZeroLayout* layout = &zero->layout;
+    for (int s = 0; s < layout->segments_count; s++) {
+        const ZeroSegment* segment = &layout->segments[s];
+        const size_t begin = segment->model_offset > first ? segment->model_offset : first;
+        const size_t segment_end = segment->model_offset + segment->count;
+        const size_t end = segment_end < first + count ? segment_end : first + count;
+        if (begin >= end) continue;
+        floatX* device = (floatX*)flat + segment->flat_offset + (begin - segment->model_offset);
+        floatX* place = (floatX*)host + (begin - first);
+        if (direction == ZERO_GPT2_TO_HOST)
+            cudaCheck(cudaMemcpyAsync(place, device, (end - begin) * sizeof(floatX), cudaMemcpyDeviceToHost,
+                                      main_stream));
+        else
+            cudaCheck(cudaMemcpyAsync(device, place, (end - begin) * sizeof(floatX), cudaMemcpyHostToDevice,
+                                      main_stream));
+    }
+}
+
+/* Parameters between the device and a file, in llm.c's order, through two pinned buffers of IO_BUF_SIZE bytes: the file
+   works on one while the device works on the other. */
+static inline void zero_gpt2_params_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
+    const size_t all = model->zero->layout.model_count, step = IO_BUF_SIZE / sizeof(floatX);
+    const size_t bytes = (all < step ? all : step) * sizeof(floatX);
+    char* buffers[2];
+    cudaEvent_t done[2];
+    void* params;
+    zeroCheck(zero_params_acquire_all(&model->zero->z, &params));
+    for (int i = 0; i < 2; i++) {
+        cudaCheck(cudaMallocHost((void**)&buffers[i], bytes));
+        cudaCheck(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
+    }
+    size_t previous = 0; /* elements of the piece before this one */
+    int turn = 0;
+    for (size_t first = 0; first < all; first += step, turn = !turn) {
+        const size_t count = all - first < step ? all - first : step;
+        if (direction == ZERO_GPT2_FROM_HOST) {
+            cudaCheck(cudaEventSynchronize(
+                done[turn])); /* the copy out of this buffer; at once in the first two turns */
+            freadCheck(buffers[turn], sizeof(floatX), count, file);
+        }
+        zero_gpt2_copy(model->zero, params, first, count, buffers[turn], direction);
+        cudaCheck(cudaEventRecord(done[turn], main_stream));
+        if (direction == ZERO_GPT2_TO_HOST && previous > 0) {
+            cudaCheck(cudaEventSynchronize(done[!turn]));
+            fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
+        }
+        previous = count;
+    }
+    cudaCheck(cudaStreamSynchronize(main_stream));
+    if (direction == ZERO_GPT2_TO_HOST && previous > 0)
+        fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
+    for (int i = 0; i < 2; i++) {
+        cudaCheck(cudaFreeHost(buffers[i]));
+        cudaCheck(cudaEventDestroy(done[i]));
+    }
+}
+
+static inline void zero_gpt2_params_to_file(GPT2* model, FILE* file) {
+    zero_gpt2_params_and_file(model, file, ZERO_GPT2_TO_HOST);
+}
+/* Every rank reads the whole file. */
+static inline void zero_gpt2_params_from_file(GPT2* model, FILE* file) {
+    zero_gpt2_params_and_file(model, file, ZERO_GPT2_FROM_HOST);
+}
+
+static inline void zero_gpt2_params_from_host(GPT2* model, void* params) {
+    zero_gpt2_copy(model->zero, model->params_memory, 0, model->zero->layout.model_count, params,
+                   ZERO_GPT2_FROM_HOST);
+    cudaCheck(cudaStreamSynchronize(main_stream));
+}
+
+/* The mean gradient over the ranks, before clipping, in llm.c's order; for a test to look at. With -z 1 this rank has
+   the mean in its own slices only. */
+static inline void zero_gpt2_grads_to_host(GPT2* model, void* grads) {
+    const size_t count = model->zero->layout.model_count;
+    zeroCheck(zero_grad_norm(&model->zero->z, NULL)); /* all reductions are done behind this */
+    zero_gpt2_copy(model->zero, model->grads_memory, 0, count, grads, ZERO_GPT2_TO_HOST);
+    cudaCheck(cudaStreamSynchronize(main_stream));
+    for (size_t i = 0; multi_gpu_config.num_processes > 1 && i < count; i++)
+        ((floatX*)grads)[i] = (floatX)((float)((floatX*)grads)[i] / (float)multi_gpu_config.num_processes);
+}
+
+/* llm.c's question where a tensor lies; the offset is into params_memory and grads_memory. */
+static inline ShardInfo zero_gpt2_tensor_at_layer(const GPT2* model, int layer, int tensor) {
+    const ZeroSegment* segment = &model->zero->layout.segments[zero_gpt2_segment(model->zero, tensor, layer)];
+    return {(ptrdiff_t)segment->flat_offset, segment->count};
+}
+
+/* ------------------------------------------------------------------ the step */
+
+/* Which unit a pointer of model->params or model->grads (at layer 0) belongs to, seen from a layer. */
+static inline int zero_gpt2_unit(const ZeroGpt2* zero, const ParameterTensors* tensors, const floatX* first,
+                                 size_t layer) {
+    floatX* const* pointers = (floatX* const*)tensors;
+    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++)
+        if (pointers[i] == first) return zero->layout.segments[zero_gpt2_segment(zero, i, (int)layer)].unit;
+    return -1; /* zero_params_acquire says what is wrong with it */
+}
+
+/* A layer's part of a tensor; main_stream waits until it has been gathered. first: the tensor's pointer in
+   model->params. */
+static inline floatX* zero_gpt2_param(GPT2* model, floatX* first, size_t layer) {
+    ZeroGpt2* zero = model->zero;
+    const int unit = zero_gpt2_unit(zero, &model->params, first, layer);
+    void* params;
+    zeroCheck(zero_params_acquire(&zero->z, unit, &params));
+    zeroCheck(zero_params_release(&zero->z, unit));
+    return first + layer * zero->layer_stride;
+}
+
+/* The same for a gradient, from model->grads. llm.c adds to what is there. */
+static inline floatX* zero_gpt2_grad(GPT2* model, floatX* first, size_t layer) {
+    ZeroGpt2* zero = model->zero;
+    void* grads;
+    int add; /* zero_gpt2_begin has cleared the gradients, so adding is right in the first micro-step too */
+    zeroCheck(zero_grads_acquire(&zero->z, zero_gpt2_unit(zero, &model->grads, first, layer), &grads, &add));
+    return first + layer * zero->layer_stride;
+}
+
+/* Backward begins. A step that was not updated, because llm.c's outlier rule dropped it, ends here. */
+static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps) {
+    ZeroOptimizer* z = &model->zero->z;
+    if (micro_step == 0 && z->norm_done) {
+        zeroCheck(zero_skip(z));
+        zeroCheck(zero_update(z, 0.0));
+    }
+    zeroCheck(zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
+    if (micro_step == 0) cudaCheck(cudaMemsetAsync(z->grads, 0, zero_flat_bytes(z), main_stream));
+}
+
+/* A layer's gradients are complete. The final layernorm's were before the last layer's. */
+static inline void zero_gpt2_layer_done(GPT2* model, int layer) {
+    ZeroGpt2* zero = model->zero;
+    const int layers = zero_gpt2_layers(zero);
+    if (layer == model->config.num_layers - 1) {
+        zeroCheck(zero_grads_ready(&zero->z, 1 + layers));
+        for (int l = layers - 1; l > layer; l--)
+            zeroCheck(zero_grads_ready(&zero->z, 1 + l)); /* profile_gpt2.cu runs one layer */
+    }
+    zeroCheck(zero_grads_ready(&zero->z, 1 + layer));
+}
+
+/* The embeddings' gradients are complete. */
+static inline void zero_gpt2_backward_done(GPT2* model) { zeroCheck(zero_grads_ready(&model->zero->z, 0)); }
+
+/* The norm of the mean gradient before clipping: the same number on every rank. */
+static inline float zero_gpt2_grad_norm(GPT2* model) {
+    float norm = 0.0f;
+    zeroCheck(zero_grad_norm(&model->zero->z, &norm));
+    return norm;
+}
+
+/* A grad_scale for gpt2_update that has the device clip the norm to max_norm. */
+static inline float zero_gpt2_clip(float max_norm) { return -max_norm; }
+
+/* llm.c passes floats: 0.999f is meant to be 0.999, and 1 - 0.999f is off by 1.3e-5. */
+static inline double zero_gpt2_decimal(float x) {
+    char text[32];
+    snprintf(text, sizeof(text), "%.7g", (double)x);
+    return strtod(text, NULL);
+}
+
+/* gpt2_update. grad_scale >= 0: gradients are multiplied with it; < 0: the norm is clipped to -grad_scale on the device.
+   t: the number of this update, from 1. Works without gpt2_calculate_grad_norm before it. A step whose gradient is not
+   finite changes nothing, on any rank. from_masters: no update; params are made from the masters. */
+static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta1, float beta2, float eps,
+                                    float weight_decay, float grad_scale, int t, bool from_masters) {
+    ZeroGpt2* zero = model->zero;
+    ZeroOptimizer* z = &zero->z;
+    ZeroReport report;
+    if (from_masters) {
+        zeroCheck(zero_state_changed(z));
+        return;
+    }
+    model->rng_state_last_update = model->rng_state; /* goes into state files */
+    z->config.beta1 = zero_gpt2_decimal(beta1);
+    z->config.beta2 = zero_gpt2_decimal(beta2);
+    z->config.eps = zero_gpt2_decimal(eps);
+    z->config.weight_decay = zero_gpt2_decimal(weight_decay);
+    z->config.max_norm = grad_scale < 0.0f ? (double)-grad_scale : 0.0;
+    zeroCheck(zero_grad_norm(z, NULL));
+    zeroCheck(zero_set_step(z, t > 0 ? (uint64_t)t : 0, grad_scale < 0.0f ? -1.0 : (double)grad_scale));
+    zeroCheck(zero_report(z, &report)); /* before the update: then the host does not wait for that */
+    if (report.skipped > zero->not_finite) {
+        printf0("skipping update: the gradient is not finite (%llu in a row, %llu in all)\n",
+                (unsigned long long)report.skipped_in_row, (unsigned long long)report.skipped);
+    }
+    zero->not_finite = report.skipped;
+    zeroCheck(zero_update(z, (double)learning_rate));
+}
+
+/* ------------------------------------------------------------------ state files */
+
+/* Stands before the arrays in a state file: they are read only into the very layout that wrote them. */
+typedef struct ZeroGpt2StateHeader {
+    uint64_t magic, version, stage, ranks, element_bytes, state_count, padded_count, model_count, plan;
+    uint64_t masters; /* 1: a third array, of fp32 parameters, follows m and v */
+} ZeroGpt2StateHeader;
+
+static inline ZeroGpt2StateHeader zero_gpt2_state_header(const GPT2* model) {
+    const ZeroOptimizer* z = &model->zero->z;
+    ZeroGpt2StateHeader header = {0x6f72657a636d6c6cull,
+                                  1,
+                                  (uint64_t)z->config.stage,
+                                  (uint64_t)z->ranks,
+                                  sizeof(floatX),
+                                  zero_state_count(z->layout, z->config.stage),
+                                  z->layout->padded_count,
+                                  z->layout->model_count,
+                                  0,
+                                  model->use_master_weights ? 1u : 0u};
+    for (int b = 0; b < z->layout->buckets_count; b++)
+        header.plan = zero_mix(header.plan ^ z->layout->buckets[b].count);
+    return header;
+}
+
+/* The third array: masters, or in FP32 the parameters that this rank owns. */
+static inline void zero_gpt2_masters_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
+    const ZeroOptimizer* z = &model->zero->z;
+    const ZeroLayout* layout = z->layout;
+    for (int b = 0; b < (z->masters || z->config.stage == 0 ? 1 : layout->buckets_count); b++) {
+        float* from = z->masters ? z->masters : (float*)z->params;
+        size_t count = zero_state_count(layout, z->config.stage);
+        if (!z->masters && z->config.stage > 0) {
+            from += zero_slice_offset(layout, b, z->rank);
+            count = zero_slice_count(layout, b);
+        }
+        const size_t bytes = count * sizeof(float), buffer = bytes < IO_BUF_SIZE ? bytes : IO_BUF_SIZE;
+        if (bytes == 0) continue;
+        if (direction == ZERO_GPT2_TO_HOST)
+            device_to_file(file, from, bytes, buffer, main_stream);
+        else
+            file_to_device(from, file, bytes, buffer, main_stream);
+    }
+}
+
+static inline void zero_gpt2_state_to_file(GPT2* model, FILE* file) {
+    ZeroGpt2StateHeader header = zero_gpt2_state_header(model);
+    const size_t bytes = header.state_count * sizeof(float);
+    void* params;
+    zeroCheck(zero_params_acquire_all(&model->zero->z, &params));
+    fwriteCheck(&header, sizeof(header), 1, file);
+    device_to_file(file, model->m_memory, bytes, IO_BUF_SIZE, main_stream);
+    device_to_file(file, model->v_memory, bytes, IO_BUF_SIZE, main_stream);
+    if (header.masters) zero_gpt2_masters_and_file(model, file, ZERO_GPT2_TO_HOST);
+}
+
+/* Reads what zero_gpt2_state_to_file wrote; with masters the parameters are made from them. */
+static inline void zero_gpt2_state_from_file(GPT2* model, FILE* file) {
+    const ZeroGpt2StateHeader expected = zero_gpt2_state_header(model);
+    const size_t bytes = expected.state_count * sizeof(float);
+    ZeroGpt2StateHeader header;
+    void* params;
+    freadCheck(&header, sizeof(header), 1, file);
+    if (header.magic != expected.magic || header.version != expected.version)
+        zeroCheck(zero_error(ZERO_ERROR_SYSTEM,
+                             "the state file was written by llm.c without llmc_zero: resume with that, "
+                             "or start again from its model file (-e)"));
+    if (header.stage != expected.stage || header.ranks != expected.ranks || header.plan != expected.plan ||
+        header.padded_count != expected.padded_count || header.model_count != expected.model_count)
+        zeroCheck(zero_error(
+            ZERO_ERROR_SYSTEM,
+            "the state file is of -z %d, %d ranks, %zu elements (%zu with padding); this run has -z %d, "
+            "%d ranks, %zu (%zu): resume with the same -z, -K and ranks",
+            (int)header.stage, (int)header.ranks, (size_t)header.model_count, (size_t)header.padded_count,
+            (int)expected.stage, (int)expected.ranks, (size_t)expected.model_count,
+            (size_t)expected.padded_count));
+    zeroCheck(zero_params_acquire_all(&model->zero->z, &params));
+    file_to_device(model->m_memory, file, bytes, IO_BUF_SIZE, main_stream);
+    file_to_device(model->v_memory, file, bytes, IO_BUF_SIZE, main_stream);
+    if (header.masters && expected.masters)
+        zero_gpt2_masters_and_file(model, file, ZERO_GPT2_FROM_HOST);
+    else if (header.masters && fseeko(file, (off_t)bytes, SEEK_CUR) != 0)
+        zeroCheck(zero_error(ZERO_ERROR_SYSTEM, "the state file ends too early"));
+    if (header.masters && expected.masters) zeroCheck(zero_state_changed(&model->zero->z));
+}
+
+#endif /* LLMC_ZERO_GPT2_CUH_INCLUDED */
