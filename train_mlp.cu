@@ -350,6 +350,8 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
         ZERO_TRY(mlp_step(mlp, last, peaks));
         ZERO_TRY(
             report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
+        if (mlp->options->hash_every && step % mlp->options->hash_every == 0)
+            ZERO_TRY(zero_check_replicas(&mlp->zero, NULL));
     }
     return zero_ok();
 }

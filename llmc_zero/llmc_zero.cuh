@@ -12,6 +12,7 @@
      grad_norm.cuh    norm, clip, skip and t on the device
      adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding
      optimizer.cuh    ZeroOptimizer: the buffers and the step; a whole example stands at its top
+     replicas.cuh     do all ranks hold the same parameters?
    and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder).
 
    Include it in any number of translation units: host functions are static inline, kernels templates. It needs C++17,
@@ -22,6 +23,6 @@
 #ifndef LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
 #define LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
 
-#include "optimizer.cuh"
+#include "replicas.cuh"
 
 #endif /* LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED */

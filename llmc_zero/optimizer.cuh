@@ -629,8 +629,8 @@ static inline ZeroStepSettings zero_step_settings(const ZeroOptimizer* z) {
     const ZeroConfig* c = &z->config;
     /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
     const double norm_limit = c->algorithm == ZERO_SGD ? 3.4e38 : 1.8e19;
-    ZeroStepSettings settings = {c->beta1, c->beta2, z->grad_scale / z->ranks, c->max_norm,
-                                 c->seed,  z->ranks, norm_limit};
+    ZeroStepSettings settings = {c->beta1, c->beta2,  z->grad_scale / z->ranks, c->max_norm, c->seed,
+                                 z->ranks, norm_limit};
     return settings;
 }
 
@@ -678,6 +678,9 @@ static inline ZeroResult zero_set_step(ZeroOptimizer* z, uint64_t t, double clip
                           "zero_set_step comes after zero_grad_norm and before zero_update");
     ZERO_TRY(zero_check_config(&z->config, z->layout, z->rank, z->comm.comm));
     if (t == 0) return zero_error(ZERO_ERROR_ARGUMENT, "update number 0; they count from 1");
+    if (!(clip_factor <= 3.4e38)) /* NaN too */
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "clip_factor is %g; at most 3.4e38, negative to clip to max_norm", clip_factor);
     if (clip_factor >= 0.0) {
         settings.grad_scale *= clip_factor;
         settings.max_norm = 0.0;

@@ -75,7 +75,6 @@ BAD = {  # arguments: words of the message
     "-nk 3": ["-nk 3", "not in this version"],
     "-y 1": ["-y 1", "not in this version"],
     "-T trace.json": ["-T trace.json", "not in this version"],
-    "-H 2": ["-H 2", "not in this version"],
     "-S -1": ["-S -1"],
     "-S 4294967296": ["-S 4294967296"],
     "-C 1000000 -L 1000": ["-C 1000000", "-L 1000", "MB"],

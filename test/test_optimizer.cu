@@ -346,6 +346,163 @@ TEST(Optimizer, MastersFollowNewWeights) {
     }
 }
 
+/* zero_set_step: settings that come with the update give what settings from the start give. */
+TEST(Optimizer, AStepMayBringItsOwnSettings) {
+    for (int stage = 0; stage <= 1; stage++)
+        for (int kind = 0; kind < 3; kind++) { // clip; a factor of the caller's; another t
+            std::vector<float> from_start, with_step;
+            for (int late = 0; late <= 1; late++) {
+                ZeroConfig config = zero_config();
+                config.stage = stage;
+                if (!late)
+                    config.beta1 = 0.8, config.beta2 = 0.95, config.eps = 1e-4, config.weight_decay = 0.1;
+                if (!late && kind == 0) config.max_norm = 1.0;
+                Model m(config, ZERO_FP32, {300, 7, 65}, 256, 0);
+                OK(m.result);
+                if (!late && kind == 2) OK(zero_set_t(&m.z, 9));
+                for (int step = 1; step <= 3; step++) {
+                    const float scale = !late && kind == 1 ? 0.5f : 1.0f;
+                    OK(zero_begin(&m.z, 0, 1, 1.0));
+                    OK(m.give_all([&](size_t i) { return scale * ((float)(i % 7) - 2.0f); }));
+                    if (late) {
+                        m.z.config.beta1 = 0.8, m.z.config.beta2 = 0.95;
+                        m.z.config.eps = 1e-4, m.z.config.weight_decay = 0.1;
+                        if (step != 2) OK(zero_grad_norm(&m.z, NULL));
+                        if (step == 2) {
+                            EXPECT_EQ(zero_set_step(&m.z, 1, -1.0).code, ZERO_ERROR_ORDER);
+                        }
+                        if (step == 2) OK(zero_grad_norm(&m.z, NULL));
+                        m.z.config.max_norm = kind == 0 ? 1.0 : 0.0;
+                        OK(zero_set_step(&m.z, (kind == 2 ? 9 : 0) + (uint64_t)step, kind == 1 ? 0.5 : -1.0));
+                    }
+                    OK(zero_update(&m.z, 0.01));
+                }
+                ZeroReport report;
+                OK(zero_report(&m.z, &report));
+                EXPECT_EQ(report.t, kind == 2 ? 12u : 3u);
+                OK(m.params(late ? &with_step : &from_start));
+            }
+            ASSERT_EQ(memcmp(from_start.data(), with_step.data(), with_step.size() * sizeof(float)), 0)
+                << "stage " << stage << " kind " << kind;
+        }
+}
+
+TEST(Optimizer, AStepsOwnSettingsAreChecked) {
+    ZeroReport report;
+    std::vector<float> p;
+    Model m(zero_config(), ZERO_FP32, {10}, 0, 0);
+    OK(m.result);
+    OK(zero_begin(&m.z, 0, 1, 1.0));
+    OK(m.give_all([](size_t) { return NAN; }));
+    OK(zero_grad_norm(&m.z, NULL));
+    EXPECT_EQ(zero_set_step(&m.z, 0, -1.0).code, ZERO_ERROR_ARGUMENT);
+    EXPECT_EQ(zero_set_step(&m.z, 1, NAN).code, ZERO_ERROR_ARGUMENT);
+    EXPECT_EQ(zero_set_step(&m.z, 1, INFINITY).code, ZERO_ERROR_ARGUMENT);
+    m.z.config.beta1 = 1.0;
+    EXPECT_EQ(zero_set_step(&m.z, 1, -1.0).code, ZERO_ERROR_ARGUMENT);
+    m.z.config.beta1 = 0.9;
+    OK(zero_set_step(&m.z, 7, 1.0)); // what is skipped stays skipped
+    OK(zero_update(&m.z, 1.0));
+    OK(zero_report(&m.z, &report));
+    EXPECT_EQ(report.t, 0u);
+    EXPECT_EQ(report.skipped, 1u);
+    OK(m.params(&p));
+    for (float x : p) ASSERT_EQ(x, 0.0f);
+
+    OK(zero_begin(&m.z, 0, 1, 1.0)); // good, but too large for the factor that the caller gives
+    OK(m.give_all([](size_t) { return 1e15f; }));
+    OK(zero_grad_norm(&m.z, NULL));
+    OK(zero_set_step(&m.z, 5, 1e30));
+    OK(zero_update(&m.z, 1.0));
+    OK(zero_report(&m.z, &report));
+    EXPECT_EQ(report.t, 0u);
+    EXPECT_EQ(report.skipped, 2u);
+    EXPECT_EQ(report.skipped_in_row, 1u);
+}
+
+/* zero_state_changed: this rank's masters (fp32: its slices of the params) give back the params of all ranks. */
+TEST(Optimizer, ParamsComeBackFromTheState) {
+    for (int stage = 0; stage <= 1; stage++)
+        for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+            for (const Plan& plan : PLANS) {
+                ZeroConfig config = zero_config();
+                std::vector<float> before, after;
+                config.stage = stage;
+                Model old(config, dtype, plan.counts, plan.bucket_bytes, plan.units_apart);
+                Model m(config, dtype, plan.counts, plan.bucket_bytes, plan.units_apart);
+                OK(old.result);
+                OK(m.result);
+                OK(old.step([](size_t i) { return (float)(i % 11) - 5.0f; }, NULL, 0.01));
+                OK(old.params(&before));
+                const size_t bytes = zero_dtype_bytes(dtype);
+                if (old.z.masters)
+                    OK([&]() -> ZeroResult {
+                        ZERO_TRY_CUDA(cudaMemcpyAsync(m.z.masters, old.z.masters, zero_state_bytes(&old.z),
+                                                      cudaMemcpyDeviceToDevice, m.stream));
+                        return zero_ok();
+                    }());
+                else
+                    for (int b = 0; b < m.layout.buckets_count; b++)
+                        OK([&]() -> ZeroResult {
+                            const size_t first = bytes * zero_slice_offset(&m.layout, b, world.rank);
+                            ZERO_TRY_CUDA(cudaMemcpyAsync(
+                                (char*)m.z.params + (stage ? first : bytes * m.layout.buckets[b].flat_offset),
+                                (char*)old.z.params +
+                                    (stage ? first : bytes * m.layout.buckets[b].flat_offset),
+                                bytes * (stage ? zero_slice_count(&m.layout, b) : m.layout.buckets[b].count),
+                                cudaMemcpyDeviceToDevice, m.stream));
+                            return zero_ok();
+                        }());
+                OK(zero_state_changed(&m.z));
+                OK(m.params(&after));
+                ASSERT_EQ(memcmp(before.data(), after.data(), after.size() * sizeof(float)), 0);
+                OK(zero_begin(&m.z, 0, 1, 1.0));
+                EXPECT_EQ(zero_state_changed(&m.z).code, ZERO_ERROR_ORDER);
+            }
+}
+
+static uint64_t expected_hash(const std::vector<float>& p) {
+    uint64_t hash = 0;
+    for (size_t i = 0; i < p.size(); i++) {
+        uint32_t bits;
+        memcpy(&bits, &p[i], 4);
+        hash += zero_mix((uint64_t)bits << 32 ^ zero_mix(i));
+    }
+    return hash;
+}
+
+/* Case C10: zero_check_replicas gives the hash of the model, whatever the plan, and sees one element on one rank. */
+TEST(Optimizer, ReplicasAreCompared) {
+    for (int stage = 0; stage <= 1; stage++)
+        for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+            for (const Plan& plan : PLANS) {
+                ZeroConfig config = zero_config();
+                std::vector<float> p;
+                uint64_t hash = 1;
+                config.stage = stage;
+                Model m(config, dtype, plan.counts, plan.bucket_bytes, plan.units_apart);
+                OK(m.result);
+                OK(m.step([](size_t i) { return (float)(i % 11) - 5.0f; }, NULL, 0.01));
+                OK(zero_check_replicas(&m.z, &hash));
+                OK(m.params(&p));
+                ASSERT_EQ(hash, expected_hash(p));
+                OK(zero_begin(&m.z, 0, 1, 1.0));
+                EXPECT_EQ(zero_check_replicas(&m.z, &hash).code, ZERO_ERROR_ORDER);
+                OK(m.give_all([](size_t) { return 0.0f; }));
+                OK(zero_update(&m.z, 0.0));
+
+                const ZeroSegment& segment = m.layout.segments[0];
+                const size_t at = segment.flat_offset + segment.count - 1;
+                if (world.rank == world.ranks - 1)
+                    OK(m.write((char*)m.z.params + at * zero_dtype_bytes(dtype), {42.0f}));
+                ZeroResult result = zero_check_replicas(&m.z, NULL);
+                EXPECT_EQ(result.code, world.ranks > 1 ? ZERO_ERROR_REPLICAS : ZERO_OK) << result.text;
+                if (world.ranks > 1) {
+                    EXPECT_NE(std::string(result.text).find("differ"), std::string::npos);
+                }
+            }
+}
+
 TEST(Optimizer, ThePassengerIsAddedInRankOrder) {
     ZeroReport report;
     double mine = 1.0 + world.rank, *device;
@@ -593,7 +750,13 @@ static ZeroResult one_run(int stage) {
         ZERO_TRY(m.step([](size_t i) { return (float)i; }, &norm));
         ZERO_TRY(zero_report(&m.z, &report));
     }
-    return zero_ok();
+    ZERO_TRY(zero_begin(&m.z, 0, 1, 1.0));
+    ZERO_TRY(m.give_all([](size_t i) { return (float)i; }));
+    ZERO_TRY(zero_grad_norm(&m.z, NULL));
+    ZERO_TRY(zero_set_step(&m.z, 1, 1.0));
+    ZERO_TRY(zero_update(&m.z, 1.0));
+    ZERO_TRY(zero_check_replicas(&m.z, NULL));
+    return zero_state_changed(&m.z);
 }
 
 /* Every call of CUDA and NCCL fails once, at each of its places: an error with the call's name, nothing leaked, no
@@ -611,8 +774,10 @@ TEST(Optimizer, EveryCallMayFail) {
                            "cudaEventRecord",
                            "cudaStreamWaitEvent",
                            "ncclReduceScatter",
-                           "ncclAllGather",         "cudaEventQuery",
-                           "cudaEventElapsedTime",     "cudaStreamSynchronize"};
+                           "ncclAllGather",
+                           "cudaEventQuery",
+                           "cudaEventElapsedTime",
+                           "cudaStreamSynchronize"};
     for (int stage = 0; stage <= 1; stage++)
         for (const char* call : calls) {
             int failures = 0;

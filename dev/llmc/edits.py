@@ -208,12 +208,12 @@ def edit_update(plan):
     plan.body(function, f"zero_gpt2_update({', '.join(names[:8] + names[9:])});")
 
 
-@edit("free", TRAINER, "gpt2_free, and main before the communicator goes")
+@edit("free", TRAINER, "gpt2_free; main, before the communicator goes, compares the ranks' parameters")
 def edit_free(plan):
     source, function = plan.source, plan.source.function("gpt2_free")
     plan.change(function.body.start, function.body.start, f"\n    zero_gpt2_free({function.parameters[0]});")
     call = source.call("multi_gpu_config_free", source.function("main").body)
-    plan.before(source.statement(call.start), f"zero_gpt2_free({main_model(source)});")
+    plan.before(source.statement(call.start), f"zero_gpt2_finish({main_model(source)});")
 
 
 @edit("state files", TRAINER, "save_state, load_state: m, v and masters of the own slices, with the layout they are of")
@@ -231,13 +231,13 @@ def edit_state_files(plan):
         plan.replace(declaration(source, "shard_num_parameters", function.body), "")
 
 
-@edit("flags", TRAINER, "-K, -R and -O are new; stage and bucket size are known before weights are allocated")
+@edit("flags", TRAINER, "-K, -R, -O and -H are new; stage and bucket size are known before weights are allocated")
 def edit_flags(plan):
     source, main = plan.source, plan.source.function("main")
     chain = source.find(r"\belse\s*\{\s*error_usage\s*\(", main.body, "the end of main's chain of flags")
     loop, index = source.for_around(chain.start())
     arguments = main.parameters[1]
-    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O")
+    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O, -H")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
     stage = source.call("set_zero_configs", main.body).arguments[1][0]

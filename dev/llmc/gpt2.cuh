@@ -29,12 +29,13 @@
 
 #include "llmc_zero.cuh"
 
-/* What -K, -R and -O say; -z stays llm.c's. */
+/* What -K, -R, -O and -H say; -z stays llm.c's. */
 typedef struct ZeroGpt2Settings {
     int units_apart;  /* -K unit: a bucket a layer */
     double bucket_mb; /* -K X: buckets of at most X MB; 0: one bucket */
     ZeroReduction reduction;
     int overlap;
+    int hash_every; /* -H: compare the ranks' parameters every so many steps; 0: at the end only */
 } ZeroGpt2Settings;
 
 typedef struct ZeroGpt2 {
@@ -46,6 +47,7 @@ typedef struct ZeroGpt2 {
     char (*names)[32];                        /* of the segments */
     int first_segment[NUM_PARAMETER_TENSORS]; /* of tensor i; its layers follow */
     size_t layer_stride;                      /* elements from one layer to the next in the flat buffer */
+    int steps;                                /* begun */
     unsigned long long not_finite;            /* steps skipped so far because of the gradient */
 } ZeroGpt2;
 
@@ -81,7 +83,7 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 /* ------------------------------------------------------------------ flags */
 
 static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1};
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1, 0};
     return settings;
 }
 
@@ -92,12 +94,15 @@ static inline void zero_gpt2_usage(void) {
         "  -K <string> bucket size in MB, or unit = a bucket a layer, or 0 = one bucket (default = unit)\n");
     fprintf(stderr, "  -R <string> reduction of gradients: nccl, or allreduce with -z 0 (default = nccl)\n");
     fprintf(stderr, "  -O <int>    overlap communication with forward and backward? (default = 1)\n");
+    fprintf(
+        stderr,
+        "  -H <int>    compare the ranks' parameters every so many steps (default = 0, at the end only)\n");
 }
 
-/* Takes flag -K, -R or -O; 0 if it is none of them. A value that cannot work ends the program. */
+/* Takes flag -K, -R, -O or -H; 0 if it is none of them. A value that cannot work ends the program. */
 static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, const char* value) {
     char* end = NULL;
-    if (strlen(flag) != 2 || !strchr("KRO", flag[1])) return 0;
+    if (strlen(flag) != 2 || !strchr("KROH", flag[1])) return 0;
     if (flag[1] == 'K' && strcmp(value, "unit") == 0) {
         settings->units_apart = 1;
         settings->bucket_mb = 0.0;
@@ -113,8 +118,14 @@ static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, c
         settings->reduction = ZERO_REDUCE_ALLREDUCE;
     } else if (flag[1] == 'O' && (strcmp(value, "0") == 0 || strcmp(value, "1") == 0)) {
         settings->overlap = value[0] == '1';
+    } else if (flag[1] == 'H' && *value && strlen(value) < 10 &&
+               strspn(value, "0123456789") == strlen(value)) {
+        settings->hash_every = atoi(value);
     } else {
-        fprintf(stderr, flag[1] == 'R' ? "-R %s: nccl or allreduce\n" : "-O %s: 0 or 1\n", value);
+        fprintf(stderr, "%s %s: %s\n", flag, value,
+                flag[1] == 'R'   ? "nccl or allreduce"
+                : flag[1] == 'O' ? "0 or 1"
+                                 : "a number of steps, 0 .. 999999999");
         exit(EXIT_FAILURE);
     }
     return 1;
@@ -395,12 +406,22 @@ static inline floatX* zero_gpt2_grad(GPT2* model, floatX* first, size_t layer) {
     return first + layer * zero->layer_stride;
 }
 
-/* Backward begins. A step that was not updated, because llm.c's outlier rule dropped it, ends here. */
+/* Ends a step that was not updated, because llm.c's outlier rule dropped it. */
+static inline void zero_gpt2_close_step(ZeroOptimizer* z) {
+    if (!z->norm_done) return;
+    zeroCheck(zero_skip(z));
+    zeroCheck(zero_update(z, 0.0));
+}
+
+/* Backward begins. */
 static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps) {
-    ZeroOptimizer* z = &model->zero->z;
-    if (micro_step == 0 && z->norm_done) {
-        zeroCheck(zero_skip(z));
-        zeroCheck(zero_update(z, 0.0));
+    ZeroGpt2* zero = model->zero;
+    ZeroOptimizer* z = &zero->z;
+    if (micro_step == 0) {
+        zero_gpt2_close_step(z);
+        if (zero->settings.hash_every > 0 && zero->steps > 0 && zero->steps % zero->settings.hash_every == 0)
+            zeroCheck(zero_check_replicas(z, NULL));
+        zero->steps++;
     }
     zeroCheck(zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
     if (micro_step == 0) cudaCheck(cudaMemsetAsync(z->grads, 0, zero_flat_bytes(z), main_stream));
@@ -465,6 +486,16 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
     }
     zero->not_finite = report.skipped;
     zeroCheck(zero_update(z, (double)learning_rate));
+}
+
+/* The end of training, before the communicator goes: all ranks must hold the same parameters. Then as zero_gpt2_free. */
+static inline void zero_gpt2_finish(GPT2* model) {
+    uint64_t hash;
+    zero_gpt2_close_step(&model->zero->z);
+    zeroCheck(zero_check_replicas(&model->zero->z, &hash));
+    printf0("llmc_zero: parameters have hash %016llx, on each of %d ranks\n", (unsigned long long)hash,
+            multi_gpu_config.num_processes);
+    zero_gpt2_free(model);
 }
 
 /* ------------------------------------------------------------------ state files */

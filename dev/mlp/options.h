@@ -101,7 +101,8 @@ static const Option OPTIONS[] = {
     {"-I", OPTION_CHOICE, OPTION_AT(data), 0, 0, "recipe|own|split", NULL,
      "data: same batch on all ranks, own batch each, new samples (recipe)"},
     {"-T", OPTION_TEXT, OPTION_AT(trace), 0, 0, "FILE", "*", "trace file"},
-    {"-H", OPTION_INT, OPTION_AT(hash_every), 0, 1e12, NULL, "*", "compare replica hashes every k steps"},
+    {"-H", OPTION_INT, OPTION_AT(hash_every), 0, 1e12, NULL, NULL,
+     "compare the ranks' hashes of the params every k steps, 0 = at the end only (0)"},
     {"--plan", OPTION_SWITCH, OPTION_AT(plan), 0, 0, NULL, NULL, "print the memory plan and stop"},
     {"--help", OPTION_SWITCH, OPTION_AT(help), 0, 0, NULL, NULL, "print this and stop"},
 };

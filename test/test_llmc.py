@@ -1,0 +1,302 @@
+"""The patched llm.c, for real: needs LLMC_DIR, a checkout of llm.c (or of a fork that the patch knows).
+
+A copy of it is patched, built with dev/cpu/nvcc in FP32 and BF16, and trained on a tiny model under mpirun, with
+different data on each rank and the norm clipped. What it must show: sharding changes nothing but the memory.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+import test_cpu_rewrite
+from conftest import TOP, run, slow
+
+LLMC = os.environ.get("LLMC_DIR")
+pytestmark = [pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c"),
+              pytest.mark.timeout(1800)]
+PATCH = str(TOP / "dev/llmc/patch.py")
+STEPS = 20
+
+Run = namedtuple("Run", "log model out steps")   # lines, bytes, what was printed, {step: (loss, norm)}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llm c")   # a path with a space
+    test_cpu_rewrite.tiny_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def build(work):
+    """build(kind, precision): the program; kind is patched, mended, plain, or patched-window (see below)."""
+    def copy(kind):
+        folder = work / f"source {kind}"
+        if not folder.exists():
+            shutil.copytree(LLMC, folder, ignore=shutil.ignore_patterns(".git", "*.bin", "build"))
+            if kind == "patched-window":   # the outlier detector waits for 128 steps: for 4
+                header = folder / "llmc/outlier_detector.h"
+                header.write_text(re.sub(r"(OUTLIER_DETECTOR_WINDOW_SIZE) 128", r"\1 4", header.read_text()))
+            if kind != "plain":
+                run([PATCH, str(folder), *(["--mends-only"] if kind == "mended" else [])])
+        return folder
+
+    def make(kind, precision="FP32", source="train_gpt2.cu", multi_gpu=True, mpi=True):
+        program = work / f"{kind} {precision} {Path(source).stem} {multi_gpu} {mpi}"
+        if not program.exists():
+            words = [f"-DENABLE_{precision}", "-lcublas", "-lcublasLt"]
+            if multi_gpu:
+                words += ["-DMULTI_GPU", "-lnccl"]
+            if multi_gpu and mpi:
+                words += ["-DUSE_MPI", *flags_of_mpi("compile"), *flags_of_mpi("link")]
+            command = [test_cpu_rewrite.NVCC, "-O3", "-std=c++17", "--use_fast_math", source, *words]
+            done = subprocess.run([*command, "-o", program], cwd=copy(kind), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
+        return program
+    return make
+
+
+def flags_of_mpi(what):
+    return subprocess.check_output(["mpicc", f"-showme:{what}"], text=True).split()
+
+
+def words_of(work, precision, folder, steps, flags):
+    tokens = str(work / "tokens.bin")
+    return ["-i", tokens, "-j", tokens, "-e", str(work / f"{precision}.bin"), "-b", "2", "-t", "64",
+            "-x", str(steps), "-v", str(steps), "-m", "1", "-s", "0", "-l", "0.001", "-c", "0.1", "-o", str(folder),
+            "-n", str(steps), *map(str, flags)]
+
+
+@pytest.fixture(scope="module")
+def train(work, build):
+    """train(kind, precision, ranks, flag, ...): a Run."""
+    numbers = iter(range(10 ** 6))
+
+    def start(kind, precision, ranks, *flags, steps=STEPS, env=None, check=True, folder=None):
+        folder = folder or work / f"run{next(numbers)}"
+        folder.mkdir(exist_ok=True)
+        # plain llm.c reduces 4 floats where it has allocated one
+        env = {**({"CUDA_CPU_ROUND": "512"} if kind == "plain" else {}), **(env or {})}
+        result = run([str(build(kind, precision)), *words_of(work, precision, folder, steps, flags)],
+                     ranks=ranks, cwd=work, env=env, timeout=600, check=check)
+        if not check:
+            return result
+        log = (folder / "main.log").read_text().splitlines()
+        found = re.findall(r"^s:(\d+) trl:(\S+) lr:\S+ norm:(\S+)$", "\n".join(log), re.M)
+        return Run(log, (folder / f"model_{steps:08}.bin").read_bytes(), result.out,
+                   {int(s): (float(loss), float(norm)) for s, loss, norm in found})
+    return start
+
+
+def same(a, b):
+    assert len(a.steps) > 0 and a.log == b.log
+    assert hashlib.sha256(a.model).digest() == hashlib.sha256(b.model).digest()
+
+
+def state_bytes(out):
+    """Of one rank, as the trainer prints it."""
+    return int(re.search(r"^llmc_zero: stage .* m \+ v(?: \+ masters)? (\d+) \(", out, re.M)[1])
+
+
+# ---- on = off
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_sharding_changes_nothing(train, precision, ranks, micro_steps):
+    """289,664 parameters, which 3 does not divide: there plain llm.c turns sharding off."""
+    batch = ["-d", 2 * 64 * ranks * micro_steps]
+    off = train("patched", precision, ranks, "-z", 0, *batch)
+    on = train("patched", precision, ranks, "-z", 1, *batch)
+    same(off, on)
+    assert sorted(off.steps) == list(range(STEPS))
+    assert max(norm for _, norm in off.steps.values()) > 1.5   # clipped
+    assert off.steps[STEPS - 1][0] < off.steps[0][0] - 0.5     # learns
+    for one in (off, on):   # the ranks compare their parameters at the end
+        assert f"on each of {ranks} ranks" in one.out
+    per_rank, whole = state_bytes(on.out), state_bytes(off.out)
+    assert whole / ranks <= per_rank <= whole / ranks + 4096 * ranks
+
+
+@pytest.mark.parametrize("flags", [["-K", 0], ["-K", 0.1], ["-O", 0], ["-w", 0], ["-r", 2, "-ge", 2], ["-t", 32]],
+                         ids=lambda flags: " ".join(map(str, flags)))
+def test_other_settings(train, flags):
+    """-t 32: shorter than the position table."""
+    for precision in ("FP32", "BF16"):
+        same(train("patched", precision, 2, "-z", 0, *flags, steps=6),
+             train("patched", precision, 2, "-z", 1, *flags, steps=6))
+
+
+def test_overlap_and_allreduce(train):
+    """Two ranks: every order of adding is the same."""
+    one = train("patched", "FP32", 2, "-z", 1, steps=6)
+    same(one, train("patched", "FP32", 2, "-z", 1, "-O", 0, steps=6))
+    same(one, train("patched", "FP32", 2, "-z", 0, "-R", "allreduce", steps=6))
+    same(one, train("patched", "FP32", 2, "-z", 1, "-H", 1, steps=6))
+
+
+# ---- patched against unpatched
+
+def test_as_unpatched_on_one_rank(train):
+    """Both with the mends. Not to the bit: llm.c takes 1 - beta in fp32, and divides where we multiply."""
+    ours, theirs = train("patched", "FP32", 1), train("mended", "FP32", 1)
+    assert ours.steps[0][0] == theirs.steps[0][0]
+    for step, (loss, norm) in theirs.steps.items():
+        assert abs(ours.steps[step][0] - loss) <= 1e-5 * loss
+        assert abs(ours.steps[step][1] - norm) <= 1e-5 * norm
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+@pytest.mark.parametrize("flags", [["-z", 0], ["-z", 1]], ids=str)
+def test_model_files_are_llm_cs(work, train, precision, flags):
+    """Read and written with lr 0: the same bytes, whoever wrote them."""
+    still = ["-l", 0, "-c", 0, "-w", 1]
+    given = (work / f"{precision}.bin").read_bytes()
+    ours = train("patched", precision, 2, *still, *flags, steps=1).model
+    assert ours == given
+    changed = train("patched", precision, 2, *flags, steps=3).model
+    assert changed != given
+    (work / "changed.bin").write_bytes(changed)
+    assert train("mended", precision, 1, *still, "-e", work / "changed.bin", steps=1).model == changed
+
+
+def test_two_ranks_as_unpatched_without_sharding(train):
+    ours, theirs = train("patched", "FP32", 2, "-z", 1), train("mended", "FP32", 2, "-z", 0)
+    for step, (loss, _) in theirs.steps.items():
+        assert abs(ours.steps[step][0] - loss) <= 1e-5 * loss
+
+
+# ---- streams
+
+MODES = [{"CUDA_CPU_STREAMS": mode} for mode in ("lazy", "rush:0", "rush:1", "rush:2", "rush:3", "rush:4")] + [
+    {"CUDA_CPU_SCHED": "rev"}, {"CUDA_CPU_SCHED": "rand:7", "CUDA_CPU_STREAMS": "rush:1"}]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_every_order_of_streams_and_warps(train, stage, precision):
+    eager = train("patched", precision, 2, "-z", stage, steps=4)
+    for env in MODES:
+        same(eager, train("patched", precision, 2, "-z", stage, steps=4, env=env))
+
+
+def test_plain_llm_c_depends_on_the_order_of_streams(train):
+    """Why gather-order is mended: the same run, two results."""
+    losses = {mode: train("plain", "FP32", 2, "-z", 1, steps=4, env={"CUDA_CPU_STREAMS": mode}).log
+              for mode in ("eager", "rush:1")}
+    assert losses["eager"] != losses["rush:1"]
+    mended = [train("mended", "FP32", 2, "-z", 1, steps=4, env={"CUDA_CPU_STREAMS": mode}).log
+              for mode in ("eager", "rush:1")]
+    assert mended[0] == mended[1]
+
+
+def test_plain_llm_c_races_in_attention_backward(train):
+    """Why block-reduce is mended."""
+    orders = [train("plain", "FP32", 1, steps=2, env={"CUDA_CPU_SCHED": order}).model for order in ("fwd", "rev")]
+    assert orders[0] != orders[1]
+
+
+# ---- what else llm.c does
+
+@pytest.mark.parametrize("precision, masters", [("FP32", 1), ("BF16", 1), ("BF16", 0)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_resume(work, train, precision, masters, stage):
+    folder = work / f"resume {precision} {masters} {stage}"
+    flags = ["-z", stage, "-w", masters, "-n", 2]
+    straight = train("patched", precision, 3, *flags, steps=4, folder=folder)
+    for path in folder.glob("*00000004*"):
+        path.unlink()
+    resumed = train("patched", precision, 3, *flags, "-y", 1, steps=4, folder=folder)
+    assert resumed.model == straight.model and resumed.steps == straight.steps
+    for path in folder.glob("*00000004*"):
+        path.unlink()
+    for wrong in (["-z", 1 - stage], ["-K", 0.5]):
+        refused = train("patched", precision, 3, *flags, "-y", 1, *wrong, steps=4, folder=folder, check=False)
+        assert refused.code != 0 and "resume with the same -z, -K and ranks" in refused.err
+
+
+def test_outliers_are_skipped_alike(train):
+    """llm.c leaves gpt2_update out; the next step begins on all ranks with what was there before."""
+    off, on = [train("patched-window", "FP32", 3, "-z", stage, "-sg", 0.2, steps=16) for stage in (0, 1)]
+    same(off, on)
+    assert 1 <= len(re.findall("skipping update due to grad", on.out)) < 12
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["-z", 2], "stages 0"), (["-z", -1], "stages 0"), (["-K", "big"], "-K big"), (["-K", -1], "-K -1"),
+    (["-R", "ordered"], "-R ordered"), (["-O", 2], "-O 2"), (["-H", "x"], "-H x"),
+    (["-z", 1, "-R", "allreduce"], "allreduce works in stage 0")])
+def test_bad_flags(train, flags, words):
+    result = train("patched", "FP32", 2, *flags, steps=1, check=False)
+    assert result.code != 0 and words in result.out + result.err and result.seconds < 30
+
+
+def test_its_own_test(work, build):
+    """llm.c's test_gpt2.cu on a tiny model: gradients against its train_gpt2.c, and whether runs repeat."""
+    folder = work / "test"
+    (folder / "dev/data/tinyshakespeare").mkdir(parents=True)
+    shutil.copy(work / "tokens.bin", folder / "dev/data/tinyshakespeare/tiny_shakespeare_val.bin")
+    shutil.copy(work / "FP32.bin", folder / "gpt2_124M.bin")
+    shutil.copy(work / "BF16.bin", folder / "gpt2_124M_bf16.bin")
+    reference = str(work / "debug_state")
+    subprocess.run(["gcc", "-O3", "-w", "-I", LLMC, str(TOP / "test/llmc_debug_state.c"), "-lm", "-o", reference],
+                   check=True)
+    run([reference, "gpt2_124M.bin", "gpt2_124M_debug_state.bin", "2", "64"], cwd=folder)
+    lines = {}
+    for kind in ("mended", "patched"):
+        for precision in ("FP32", "BF16"):
+            # exit code 1: the losses that it expects are those of the model with 124M parameters
+            out = run([str(build(kind, precision, "test_gpt2.cu"))], ranks=1, cwd=folder, check=False).out
+            assert len(re.findall("^TENSOR OK", out, re.M)) == 16, out
+            assert "Nondeterminism" not in out
+            lines[kind, precision] = re.findall(r"^loss ok at step \d: (\S+) (\S+)$", out, re.M)
+            assert len(lines[kind, precision]) == 10 and all(a == b for a, b in lines[kind, precision])
+    for (ours, _), (theirs, _) in zip(lines["patched", "FP32"], lines["mended", "FP32"]):
+        assert abs(float(ours) - float(theirs)) <= 2.1e-6   # of 9: the update rounds differently
+
+
+def test_without_nccl_and_without_mpi(work, train, build):
+    """NO_MULTI_GPU=1 and NO_USE_MPI=1 builds; the latter find each other through a folder (-pi fs)."""
+    expected = train("patched", "FP32", 1, steps=3)
+    folder = work / "alone"
+    folder.mkdir()
+    run([str(build("patched", multi_gpu=False)), *words_of(work, "FP32", folder, 3, [])], cwd=work)
+    assert (folder / "model_00000003.bin").read_bytes() == expected.model
+
+    expected = train("patched", "FP32", 2, "-z", 1, steps=3)
+    folder = work / "by folder"
+    folder.mkdir()
+    words = words_of(work, "FP32", folder, 3, ["-z", 1, "-pi", "fs", "-pf", folder, "-pn", 2])
+    ranks = [subprocess.Popen([build("patched", mpi=False), *words, "-pr", str(rank)], cwd=work, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in (0, 1)]
+    for process in ranks:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out[-2000:]
+    assert (folder / "model_00000003.bin").read_bytes() == expected.model
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_the_other_programs_build(build, precision):
+    build("patched", precision, "profile_gpt2.cu", multi_gpu=False)
+
+
+@slow
+def test_profile_runs_one_layer_of_two(work, build):
+    """profile_gpt2.cu sets num_layers to 1 after the weights were made; 24 rows of 1024 tokens."""
+    import numpy
+    from ml_dtypes import bfloat16
+    T, V, L, C = 1024, 8192, 2, 32
+    header = numpy.zeros(256, numpy.int32)
+    header[:8] = 20240326, 5, T, V, L, 2, C, V
+    count = V * C + T * C + L * (12 * C * C + 13 * C) + 2 * C
+    values = numpy.random.default_rng(1).standard_normal(count).astype(numpy.float32) * 0.02
+    folder = work / "profile"
+    folder.mkdir()
+    (folder / "gpt2_124M_bf16.bin").write_bytes(header.tobytes() + values.astype(bfloat16).tobytes())
+    run([str(build("patched", "BF16", "profile_gpt2.cu", multi_gpu=False))], cwd=folder, timeout=900)
