@@ -8,7 +8,9 @@
    tensors changes it. It is the number that train_mlp prints as "params hash". It is made on the device, and reads the
    parameters once.
 
-   defines: zero_check_replicas
+       zero_check_settings(&z, 0);   // at the start: will all ranks make the same calls?
+
+   defines: zero_check_replicas, zero_check_settings
 */
 #ifndef LLMC_ZERO_REPLICAS_CUH_INCLUDED
 #define LLMC_ZERO_REPLICAS_CUH_INCLUDED
@@ -48,41 +50,88 @@ static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegm
     return zero_ok();
 }
 
+/* Hands the 64 bits that lie in own_sums to all ranks: *all is in rank order, and the caller frees it. The two doubles
+   that a norm exchanges carry them; between two steps nothing else is in there. */
+static inline ZeroResult zero_exchange_bits(ZeroOptimizer* z, uint64_t** all) {
+    const size_t bytes = 2 * sizeof(double) * (size_t)z->ranks;
+    ZeroResult result;
+    int r;
+    *all = (uint64_t*)malloc(bytes);
+    if (!*all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu bytes", bytes);
+    result = zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums);
+    if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
+    if (result.code == ZERO_OK) {
+        cudaError_t error = cudaMemcpy(*all, z->all_sums, bytes, cudaMemcpyDeviceToHost);
+        if (error != cudaSuccess)
+            result =
+                zero_error(ZERO_ERROR_CUDA, "reading what the ranks sent: %s", cudaGetErrorString(error));
+    }
+    for (r = 1; r < z->ranks && result.code == ZERO_OK; r++) (*all)[r] = (*all)[2 * r];
+    return result;
+}
+
+static inline ZeroResult zero_check_between_steps(const ZeroOptimizer* z, const char* call) {
+    if (z->micro < 0) return zero_ok();
+    return zero_error(ZERO_ERROR_ORDER, "%s in the middle of a step; it ends with zero_update", call);
+}
+
 /* Hash of this rank's parameters, compared over the ranks. Every rank calls it, between two steps; the host waits. hash
    may be NULL. */
 static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
-    const size_t bytes = 2 * sizeof(double) * (size_t)z->ranks;
     void* params;
-    uint64_t* all;
+    uint64_t* all = NULL;
     ZeroResult result = zero_ok();
     int s, r;
     if (hash) *hash = 0;
-    if (z->micro >= 0)
-        return zero_error(ZERO_ERROR_ORDER,
-                          "zero_check_replicas in the middle of a step; it ends with zero_update");
+    ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
     ZERO_TRY(zero_params_acquire_all(z, &params));
-    /* the two doubles that a norm exchanges carry the bits here; between steps nothing else is in them */
     ZERO_TRY_CUDA(cudaMemsetAsync(z->own_sums, 0, 2 * sizeof(double), z->comm.compute));
     for (s = 0; s < z->layout->segments_count; s++)
         ZERO_TRY(zero_hash_launch(z, &z->layout->segments[s], (unsigned long long*)z->own_sums));
-    ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
-    all = (uint64_t*)malloc(bytes);
-    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu bytes", bytes);
-    result = zero_comm_drain(&z->comm);
-    if (result.code == ZERO_OK) {
-        cudaError_t error = cudaMemcpy(all, z->all_sums, bytes, cudaMemcpyDeviceToHost);
-        if (error != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "reading the hashes: %s", cudaGetErrorString(error));
-    }
+    result = zero_exchange_bits(z, &all);
     for (r = 1; r < z->ranks && result.code == ZERO_OK; r++)
-        if (all[2 * r] != all[0])
+        if (all[r] != all[0])
             result = zero_error(
                 ZERO_ERROR_REPLICAS,
-                "params differ between ranks after %llu updates: hash %016llx on rank 0, %016llx on "
-                "rank %d of %d: resume from a checkpoint",
-                (unsigned long long)z->status->t, (unsigned long long)all[0], (unsigned long long)all[2 * r],
-                r, z->ranks);
+                "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d of %d: resume "
+                "from a checkpoint",
+                (unsigned long long)all[0], (unsigned long long)all[r], r, z->ranks);
     if (hash && result.code == ZERO_OK) *hash = all[0];
+    free(all);
+    return result;
+}
+
+/* The layout and the settings that decide which collectives a step calls, and `extra` (anything of the caller's), must
+   be the same on all ranks, or they wait for one another for ever. Every rank calls it, between two steps. */
+static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
+    const ZeroLayout* layout = z->layout;
+    const uint64_t numbers[] = {layout->model_count,
+                                layout->padded_count,
+                                (uint64_t)layout->dtype,
+                                (uint64_t)layout->buckets_count,
+                                (uint64_t)z->ranks,
+                                (uint64_t)z->config.stage,
+                                (uint64_t)z->config.reduction,
+                                (uint64_t)z->config.overlap,
+                                extra};
+    uint64_t mixed[2] = {0, 0}, *all = NULL;
+    ZeroResult result;
+    size_t i;
+    int r;
+    ZERO_TRY(zero_check_between_steps(z, "zero_check_settings"));
+    for (i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
+        mixed[0] = zero_mix(mixed[0] ^ zero_mix(numbers[i]));
+    for (r = 0; r < layout->buckets_count; r++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[r].count);
+    ZERO_TRY_CUDA(
+        cudaMemcpyAsync(z->own_sums, mixed, sizeof(mixed), cudaMemcpyHostToDevice, z->comm.compute));
+    result = zero_exchange_bits(z, &all);
+    for (r = 1; r < z->ranks && result.code == ZERO_OK; r++)
+        if (all[r] != all[0])
+            result = zero_error(
+                ZERO_ERROR_ARGUMENT,
+                "rank %d has another model, stage, bucket size, reduction or overlap than rank 0 (rank "
+                "%d: stage %d, %d buckets, %zu elements): start all ranks with the same flags",
+                r, z->rank, z->config.stage, layout->buckets_count, layout->model_count);
     free(all);
     return result;
 }

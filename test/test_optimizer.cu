@@ -461,6 +461,28 @@ TEST(Optimizer, ParamsComeBackFromTheState) {
             }
 }
 
+/* zero_check_settings: one rank with another plan, stage or number is refused on every rank. */
+TEST(Optimizer, RanksMustAgreeOnTheirSettings) {
+    const int odd = world.rank == world.ranks - 1 && world.ranks > 1;
+    const ZeroCode expected = world.ranks > 1 ? ZERO_ERROR_ARGUMENT : ZERO_OK;
+    ZeroConfig config = zero_config();
+    Model same(config, ZERO_FP32, {300, 7}, 256, 0);
+    OK(same.result);
+    OK(zero_check_settings(&same.z, 5));
+    EXPECT_EQ(zero_check_settings(&same.z, odd ? 6 : 5).code, expected);
+    config.overlap = !odd;
+    Model overlap(config, ZERO_FP32, {300, 7}, 256, 0);
+    OK(overlap.result);
+    EXPECT_EQ(zero_check_settings(&overlap.z, 5).code, expected);
+    Model plan(zero_config(), ZERO_FP32, {300, 7}, odd ? 0 : 256, 0);
+    OK(plan.result);
+    ZeroResult result = zero_check_settings(&plan.z, 5);
+    EXPECT_EQ(result.code, expected);
+    if (world.ranks > 1) {
+        EXPECT_NE(std::string(result.text).find("same flags"), std::string::npos) << result.text;
+    }
+}
+
 static uint64_t expected_hash(const std::vector<float>& p) {
     uint64_t hash = 0;
     for (size_t i = 0; i < p.size(); i++) {
@@ -745,6 +767,7 @@ static ZeroResult one_run(int stage) {
     config.timing = 1;
     Model m(config, ZERO_BF16, {100, 33, 7}, 256, 0);
     ZERO_TRY(m.result);
+    ZERO_TRY(zero_check_settings(&m.z, 1));
     for (int step = 0; step < 2; step++) {
         ZeroReport report;
         ZERO_TRY(m.step([](size_t i) { return (float)i; }, &norm));

@@ -138,27 +138,29 @@ def edit_files(plan):
                  f"zero_gpt2_params_from_host({function.parameters[0]}, {call.arguments[1][0]});")
 
 
-def pointers(plan, function, kind):
-    """`tensors.NAME + LAYER * size` and `tensors.NAME` become calls that know where the layer lies."""
-    source, model = plan.source, function.parameters[0]
-    copy = source.find(rf"\bParameterTensors\s+(\w+)\s*=\s*{model}\s*->\s*{kind}s\s*;", function.body,
-                       f"the local copy of {model}->{kind}s in its function")
-    name, layered = copy[1], 0
-    for match in re.compile(rf"\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
-        if plan.replaced(match.start()):
-            continue
-        layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
-        end = source.statement(match.start()).end - 1 if layer else match.end()
-        plan.change(match.start(), end,
-                    f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
-        layered += bool(layer)
-    if layered == 0:
-        raise Missing(f"{name}.TENSOR + layer * size: not found")
-
-
-@edit("forward", TRAINER, "gpt2_forward: each tensor is waited for where it is used")
-def edit_forward(plan):
-    pointers(plan, plan.source.function("gpt2_forward"), "param")
+def pointers(plan, kind, expected):
+    """In every function with a copy of model->params (or grads), `copy.NAME + LAYER * size` and `copy.NAME` become
+    calls that know where the layer lies. expected: functions that must have such a copy."""
+    source = plan.source
+    wanted = {name: source.function(name).body for name in expected}
+    copies = list(re.compile(rf"\bParameterTensors\s+(\w+)\s*=\s*([\w.>-]*?)\s*(?:->|\.)\s*{kind}s\s*;")
+                  .finditer(source.code))
+    for copy in copies:
+        model = copy[2] if source.code[copy.end(2):].lstrip().startswith("->") else "&" + copy[2]
+        wanted = {name: body for name, body in wanted.items() if not body.start <= copy.start() < body.end}
+        layered = 0
+        for match in re.compile(rf"\b{copy[1]}\s*\.\s*(\w+)\b").finditer(source.code, *source.block_around(copy.start())):
+            if plan.replaced(match.start()):
+                continue
+            layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
+            end = source.statement(match.start()).end - 1 if layer else match.end()
+            plan.change(match.start(), end,
+                        f"zero_gpt2_{kind}({model}, {copy[1]}.{match[1]}, {layer[1] if layer else 0})")
+            layered += bool(layer)
+        if layered == 0:
+            raise Missing(f"line {source.line(copy.start())}: {copy[1]}.TENSOR + layer * size: not found")
+    for name in wanted:
+        raise Missing(f"{name}: its copy of model->{kind}s: not found")
 
 
 @edit("backward", TRAINER, "gpt2_backward_and_reduce: a layer's gradients leave when the layer is done")
@@ -183,8 +185,12 @@ def edit_backward(plan):
     plan.replace(source.statement(reduces[1].start), "")
     encoder = source.call("encoder_backward", function.body)
     plan.after(source.statement(encoder.start), f"zero_gpt2_backward_done({model});")
-    pointers(plan, function, "param")
-    pointers(plan, function, "grad")
+    pointers(plan, "grad", ["gpt2_backward_and_reduce"])
+
+
+@edit("forward", TRAINER, "gpt2_forward: each tensor is waited for where it is used")
+def edit_forward(plan):
+    pointers(plan, "param", ["gpt2_forward", "gpt2_backward_and_reduce"])
 
 
 @edit("tensor at layer", TRAINER, "gpt2_get_tensor_at_layer: offsets of the layer-major buffer")
@@ -203,9 +209,12 @@ def edit_norm(plan):
 def edit_update(plan):
     function = plan.source.function("gpt2_update")
     names = function.parameters
-    if len(names) != 10:
+    if len(names) not in (9, 10):   # the tenth, to make params from masters, came in August 2024
         raise Missing(f"gpt2_update has {len(names)} parameters, 10 were expected")
-    plan.body(function, f"zero_gpt2_update({', '.join(names[:8] + names[9:])});")
+    state = names[0] + "->rng_state"
+    saved = f"{state}_last_update = {state}; // goes into state files\n"
+    plan.body(function, (saved if re.search(r"\brng_state_last_update\b", plan.source.code) else "")
+              + f"zero_gpt2_update({', '.join(names[:8] + (names[9:] or ['false']))});")
 
 
 @edit("free", TRAINER, "gpt2_free; main, before the communicator goes, compares the ranks' parameters")
@@ -278,6 +287,21 @@ def edit_test(plan):
     call = source.call("cudaMemcpy", main.body, "grads_memory")
     plan.replace(source.statement(call.start),
                  f"zero_gpt2_grads_to_host({main_model(source)}, {call.arguments[0][0]});")
+
+
+@edit("nothing else", TRAINER, "no other line may rely on the order of llm.c's buffers, which is another one now")
+def edit_leftovers(plan):
+    source, found = plan.source, []
+    fields = r"(?:->|\.)\s*(?:(?:params|grads)\s*\.\s*\w+|(?:params|grads|m|v)_memory\b|master_weights\b)"
+    for match in re.compile(fields).finditer(source.code):
+        free = re.compile(r"cudaFreeCheck\s*\(\s*&?\s*\w+\s*$").search(source.code, max(0, match.start() - 80), match.start())
+        compared = re.compile(r"\s*(?:[=!]=|=[^=])").match(source.code, match.end())
+        if not (plan.replaced(match.start()) or free or compared):
+            found.append(source.line(match.start()))
+    if found:
+        raise Missing(f"line {', '.join(map(str, found))}: uses the buffers of parameters, gradients or state in a way that "
+                      "is unknown here; write it with zero_gpt2_param, zero_gpt2_grad or zero_gpt2_tensor_at_layer "
+                      "(llmc_zero/gpt2.cuh)")
 
 
 # ---- places that several edits look for
@@ -356,7 +380,7 @@ def mend_residual_guard(plan):
 @mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile")
 def mend_mem_advise(plan):
     source = plan.source
-    if re.search(r"\bcudaMemLocation\b", source.code):
+    if re.search(r"\bcudaMemLocation\b", source.code) or not source.calls("cudaMemAdvise"):
         return MENDED
     call = source.call("cudaMemAdvise")
     statement = source.statement(call.start)
@@ -400,6 +424,16 @@ def mend_log_digits(plan):
             plan.change(*match.span(), "%.9g")
             wrong += 1
     return None if wrong else MENDED
+
+
+@mend("val-every", TRAINER, "-v 0 divides by zero: it means no validation but the last one")
+def mend_val_every(plan):
+    source, main = plan.source, plan.source.function("main")
+    if re.search(r"\bval_loss_every\s*(?:<=|>)\s*0", source.code[main.body.start:main.body.end]):
+        return MENDED
+    source.find(r"\bint\s+val_loss_every\b", main.body, "val_loss_every in main")
+    start = source.statement(source.call("multi_gpu_config_init", main.body).start)
+    plan.before(start, "if (val_loss_every <= 0) { val_loss_every = 1 << 30; } // at the end only")
 
 
 @mend("gather-order", TRAINER, "with -z 1 parameters are gathered without waiting for the update that writes them",

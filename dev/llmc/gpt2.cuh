@@ -247,6 +247,7 @@ static inline void zero_gpt2_allocate_weights(GPT2* model) {
     zeroCheck(zero_gpt2_find_stride(zero));
     zeroCheck(zero_init(&zero->z, &config, &zero->layout, multi_gpu_config.process_rank, comm, main_stream,
                         &zero->memory));
+    zeroCheck(zero_check_settings(&zero->z, 0));
     zeroCheck(zero_alloc_params(&zero->z, NULL));
     model->params_memory = zero->z.params;
     zero_gpt2_point(zero, &model->params, model->params_memory);
@@ -471,7 +472,6 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
         zeroCheck(zero_state_changed(z));
         return;
     }
-    model->rng_state_last_update = model->rng_state; /* goes into state files */
     z->config.beta1 = zero_gpt2_decimal(beta1);
     z->config.beta2 = zero_gpt2_decimal(beta2);
     z->config.eps = zero_gpt2_decimal(eps);
