@@ -426,14 +426,14 @@ def mend_log_digits(plan):
     return None if wrong else MENDED
 
 
-@mend("val-every", TRAINER, "-v 0 divides by zero: it means no validation but the last one")
+@mend("val-every", TRAINER, "-v 0 divides by zero: it means validation at the first and the last step only")
 def mend_val_every(plan):
     source, main = plan.source, plan.source.function("main")
     if re.search(r"\bval_loss_every\s*(?:<=|>)\s*0", source.code[main.body.start:main.body.end]):
         return MENDED
     source.find(r"\bint\s+val_loss_every\b", main.body, "val_loss_every in main")
     start = source.statement(source.call("multi_gpu_config_init", main.body).start)
-    plan.before(start, "if (val_loss_every <= 0) { val_loss_every = 1 << 30; } // at the end only")
+    plan.before(start, "if (val_loss_every <= 0) { val_loss_every = 1 << 30; } // first and last step only")
 
 
 @mend("gather-order", TRAINER, "with -z 1 parameters are gathered without waiting for the update that writes them",
