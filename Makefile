@@ -66,7 +66,18 @@ FAST_UNITS := $(filter test_adamw test_grad_norm,$(UNIT_FILES:test/%.cu=%))
 PROGRAMS   := $(patsubst test/%.cu,build/test/%,$(wildcard test/*_program.cu))
 UNITS      := $(UNIT_FILES:test/%.cu=build/test/%) $(FAST_UNITS:%=build/test/%_fast)
 
-.PHONY: help demo test test-all units cuda-check bench clean FORCE
+# Programs of the llm.c that dev/llmc/compare.sh has patched, with llm.c's flags: build/llmc/NAME/train_gpt2
+# is made from build/llmc/src/train_gpt2.cu, or FROM=another folder. NO_MULTI_GPU=1 as in llm.c.
+PRECISION ?= BF16
+FROM ?= build/llmc/src
+LLMC_FLAGS = --use_fast_math -std=c++17 -O3 $(DEVICE_FLAGS) -DENABLE_$(PRECISION)
+LLMC_LIBS  = -lcublas -lcublasLt $(NVML_LIBS)
+ifndef NO_MULTI_GPU
+  LLMC_FLAGS += -DMULTI_GPU $(if $(MPI_FLAGS),-DUSE_MPI $(MPI_FLAGS)) $(NCCL_FLAGS)
+  LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
+endif
+
+.PHONY: help demo test test-all units cuda-check bench llmc clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -115,6 +126,13 @@ bench: ## update and norm kernels beside a plain copy and a plain read, in one r
 build/gpu_check/bandwidth: dev/gpu_check.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/gpu_check
 	$(NVCC) $(FLAGS) $< -o $@
+
+llmc: ## patch a copy of the llm.c in LLMC_DIR=..., train it with sharding off and on, compare
+	dev/llmc/compare.sh "$(LLMC_DIR)" --precision $(PRECISION)
+
+build/llmc/%: FORCE
+	@mkdir -p $(@D)
+	$(NVCC) $(LLMC_FLAGS) $(FROM)/$(@F).cu -o $@ $(LLMC_LIBS)
 
 # Changes when the compiler or its flags do, so that nothing stays from another device.
 build/flags: FORCE

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares two training logs step by step, and draws them.
 
-    dev/compare_loss.py A B [--tol T] [--png FILE]
+    dev/compare_loss.py A B [--tol T] [--png FILE] [--names A B] [--title TEXT]
 
 A and B are main.log files (or the folders that hold them) of train_mlp or of llm.c. Each line is a step and
 any number of key:value pairs,
@@ -108,10 +108,11 @@ def compare(name_a, a, name_b, b, tolerance):
     return same
 
 
-def draw(path, name_a, a, name_b, b):
+def draw(path, title, name_a, a, name_b, b):
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     figure, (curves, differences) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
@@ -129,6 +130,7 @@ def draw(path, name_a, a, name_b, b):
     differences.plot(common, values, color="black", linewidth=1.2, marker=few)
     differences.set_ylabel("relative difference")
     differences.set_xlabel("step")
+    differences.xaxis.set_major_locator(MaxNLocator(integer=True))
     differences.grid(alpha=0.3)
     if finite and max(finite) > 0:
         differences.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
@@ -136,9 +138,9 @@ def draw(path, name_a, a, name_b, b):
         differences.set_ylim(-1, 1)
         differences.set_yticks([0])
     infinite = len(values) - len(finite)
-    title = f"largest {max(finite):.2g}" if finite and max(finite) > 0 else "zero at every step"
-    differences.set_title(title + (f"; infinite at {infinite} steps" if infinite else ""), fontsize=10)
-    figure.suptitle(f"Training loss, {len(common)} steps")
+    largest = f"largest {max(finite):.2g}" if finite and max(finite) > 0 else "zero at every step"
+    differences.set_title(largest + (f"; infinite at {infinite} steps" if infinite else ""), fontsize=10)
+    figure.suptitle(title or f"Training loss, {len(common)} steps")
     folder = os.path.dirname(path)
     if folder:
         os.makedirs(folder, exist_ok=True)
@@ -169,13 +171,15 @@ def main(arguments=None):
     parser.add_argument("--tol", type=tolerance, default=0.0, metavar="T",
                         help="largest relative difference that is still the same (0)")
     parser.add_argument("--png", metavar="FILE", help="draw both losses and their difference")
+    parser.add_argument("--names", nargs=2, metavar=("A", "B"), help="what to call them (from their paths)")
+    parser.add_argument("--title", metavar="TEXT", help="what stands above the picture")
     options = parser.parse_args(arguments)
-    name_a, name_b = short_names(options.a, options.b)
+    name_a, name_b = options.names or short_names(options.a, options.b)
     try:
         a, b = read_log(options.a), read_log(options.b)
         same = compare(name_a, a, name_b, b, options.tol)
         if options.png:
-            draw(options.png, name_a, a["trl"], name_b, b["trl"])
+            draw(options.png, options.title, name_a, a["trl"], name_b, b["trl"])
             print(f"drawn: {options.png}")
     except (Unreadable, OSError, ImportError, ValueError) as error:
         print(f"compare_loss: {error}", file=sys.stderr)

@@ -6,11 +6,13 @@
 #   2. Each header of llmc_zero: alone, first, twice, in two translation units of one program. Those that are
 #      for the host only also as C99 and C++ without nvcc. All of them with ZERO_NO_NCCL and without NCCL.
 #   3. The PTX of the update and norm kernels built with --use_fast_math: see dev/ptx_check.py.
+#   4. With LLMC_DIR=a checkout of llm.c: its patched programs, see dev/llmc/compare.sh --nvcc-only.
 #
 # Where there is no nvcc, dev/deps.sh cuda fetches one from PyPI. Should that fail too (no network), the check
 # says so and is skipped with exit code 0; with CI set it fails, so that CI cannot skip it in silence.
 # NVCC names the compiler, NCCL_HOME a folder with include/ and lib/ of NCCL, JOBS how many run at once.
 set -euo pipefail
+[[ ${LLMC_DIR:-/} == /* ]] || export LLMC_DIR=$PWD/$LLMC_DIR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=build/cuda-check
 host_only=(check layout memory)   # headers that need no CUDA
@@ -64,6 +66,8 @@ libs="-lcublasLt -lnccl"
 jobs=()
 job() { jobs+=("$1"$'\t'"$2"); }
 
+[[ -z ${LLMC_DIR:-} ]] ||
+    job llm.c "NVCC='$nvcc' JOBS=1 dev/llmc/compare.sh --no-install --nvcc-only \"\$LLMC_DIR\""
 nvcc_all="'$nvcc' -O3 $common $all"
 nvcc_one="'$nvcc' $common $one"
 job train_mlp "$nvcc_all --use_fast_math $mpi train_mlp.cu -o $work/train_mlp $libs $mpi_libs"

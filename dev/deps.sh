@@ -162,7 +162,7 @@ link_openblas() {
 pip=(-q --no-cache-dir --no-deps --disable-pip-version-check)   # the wheels are too big to keep twice
 pip_of() {
     case $1 in
-    cuda) echo "nvidia-cuda-runtime>=13,<14 nvidia-cuda-crt>=13,<14 nvidia-cuda-cccl>=13,<14" ;;
+    cuda) printf '%s ' nvidia-{cuda-runtime,cuda-crt,cuda-cccl,nvtx}'>=13,<14' ;;
     cublas) echo "nvidia-cublas>=13,<14" ;;
     nccl) echo "nvidia-nccl-cu13" ;;
     esac

@@ -5,8 +5,10 @@
 #   2. the recipe off and sharded at 1, 2 and 4 ranks that share the one GPU: hash on = off, memory, time of
 #      a step; the same with buckets, in bf16 with masters and in bf16 without
 #   3. update and norm kernels as a share of copy and read bandwidth at 10M, 124M and 1G elements
-#   4. the unit tests
-#   5. compute-sanitizer, memcheck and racecheck, on the unit tests that launch kernels
+#   4. with LLMC_DIR=a checkout of llm.c: llm.c with sharding off and on (dev/llmc/compare.sh), a tiny model
+#      at 1, 2 and 4 ranks: log and model on = off; GPT-2 124M at 1 rank: step time beside plain llm.c's
+#   5. the unit tests
+#   6. compute-sanitizer, memcheck and racecheck, on the unit tests that launch kernels
 #
 # NCCL and cuBLASLt may be there as Python packages only. GoogleTest may come along with the checkout:
 #   mkdir -p build/gtest && cp -r /usr/include/gtest /usr/src/googletest/googletest/src build/gtest
@@ -14,8 +16,10 @@
 # Prints one table and leaves it in build/gpu_check/table.txt. Ends within BUDGET seconds (340); every part
 # has a limit of its own, and what no longer fits is in the table as "did not fit". Exit code 1 if any failed.
 #   --dry-run     the same on the CPU build, with small sizes, a twentieth of each unit test, a BUDGET of 58
+#                 (178 with LLMC_DIR)
 #   --bench-only  part 3 alone; DEVICE=cpu runs it on the CPU build
 set -eu   # no pipefail: greps below may well find nothing
+[[ ${LLMC_DIR:-/} == /* ]] || LLMC_DIR=$PWD/$LLMC_DIR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 dry="" bench_only=""
@@ -28,7 +32,7 @@ for word in "$@"; do
 done
 [[ -n $dry ]] && DEVICE=cpu
 export DEVICE=${DEVICE:-cuda}
-[[ -n $dry ]] && BUDGET=${BUDGET:-58}
+[[ -n $dry ]] && BUDGET=${BUDGET:-$((${LLMC_DIR:+120} + 58))}
 deadline=$((SECONDS + ${BUDGET:-340}))
 work=build/gpu_check
 mkdir -p "$work/logs"
@@ -73,7 +77,7 @@ if [[ $DEVICE == cuda ]]; then
         "$(nvcc --version | sed -n 's/^.*release \([0-9.]*\),.*/nvcc \1/p')" "$mpi"
     # A library may be there as a Python package only, and then without a lib*.so for the linker.
     rm -rf "$work/libs"
-    for name in nccl cublasLt; do
+    for name in nccl cublasLt ${LLMC_DIR:+cublas}; do   # cublasLt brings the headers of both
         [[ $name != nccl || -z ${NCCL_HOME:-} ]] || continue
         printf '#include <%s.h>\nint main() { void* volatile f = (void*)%sGetVersion; return !f; }\n' \
             $name $name >"$work/probe.cu"
@@ -164,7 +168,29 @@ bandwidth() {
     [[ $outcome == fine ]] || row "bandwidth" "" "" "$outcome"
 }
 
-# ---- 4: unit tests ---------------------------------------------------------------------------------------
+# ---- 4: llm.c --------------------------------------------------------------------------------------------
+
+# The update alone is part 3's: nothing in llm.c's output tells it from the rest of a step. Without MPI the
+# same program serves ranks that share the GPU and one that does not.
+llmc() {   # llmc LIMIT CASE FLAG...
+    local limit=$1 name=$2
+    limited "$limit" "llmc-${name// /-}" env NO_MPI=1 \
+        dev/llmc/compare.sh "$LLMC_DIR" --no-install --precision BF16 "${@:3}"
+    row "llm.c" "$name" "$(sed -n 's/^compare: BF16, .*; \(m + v\)/\1/p' "$work/logs/llmc-${name// /-}")" \
+        "${outcome/fine/log and model on = off}"
+}
+llmc_runs() {
+    local ranks
+    [[ -n ${LLMC_DIR:-} ]] || return 0
+    for ranks in 1 2 4; do llmc 120 "tiny, $ranks ranks" --ranks $ranks --steps $((dry ? 5 : 20)); done
+    if [[ -n $dry ]]; then
+        llmc 120 "tiny, step time" --ranks 1 --steps 5 --speed
+    else
+        llmc 120 "124M, step time" --ranks 1 --steps 12 --speed --model d12 --flags "-b 16 -t 1024"
+    fi
+}
+
+# ---- 5: unit tests ---------------------------------------------------------------------------------------
 
 has_gtest() { echo '#include <gtest/gtest.h>' | g++ -E -x c++ - >/dev/null 2>&1; }
 own_gtest() {   # what came along in build/gtest, compiled beside all else
@@ -201,7 +227,7 @@ unit_tests() {
     done
 }
 
-# ---- 5: sanitizer ----------------------------------------------------------------------------------------
+# ---- 6: sanitizer ----------------------------------------------------------------------------------------
 
 # One tool on one program, an eighth of its tests at a time until the time is up.
 sanitize() {
@@ -257,6 +283,7 @@ else
     on_off 2 bf16-stochastic "${own[@]}" -P bf16 -w 0
     wait
     bandwidth
+    llmc_runs
     find_units
     unit_tests
     sanitizer

@@ -3,6 +3,8 @@
     from launch import command, environment
     subprocess.run(command(2, ["./train_mlp", "-z", "1"]), env=environment())
 
+    dev/launch.py 2 ./train_mlp -z 1
+
 mpirun is the one in PATH, else the one that dev/deps.sh put into .venv.
 """
 
@@ -10,6 +12,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 TOP = Path(__file__).resolve().parent.parent
@@ -61,3 +64,8 @@ def environment(extra=None):
     """The environment of this process with the settings above, then extra; None there removes a variable."""
     merged = {**MPI_SETTINGS, **os.environ, **(extra or {})}
     return {name: str(value) for name, value in merged.items() if value is not None}
+
+
+if __name__ == "__main__":
+    words = command(int(sys.argv[1]), sys.argv[2:])
+    os.execvpe(words[0], words, environment())

@@ -136,3 +136,10 @@ def test_png(compare, tmp_path, other):
     result = compare(OURS, other, "--tol", "1", "--png", tmp_path / "new/loss.png")
     assert result.code == (0 if other == OURS else 1)
     assert (tmp_path / "new/loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_names_and_title(compare, tmp_path):
+    names = ["--names", "off (-z 0)", "on (-z 1)", "--title", "Two runs", "--png", tmp_path / "loss.png"]
+    result = compare(OURS, OURS + "s:9 trl:1\n", *names)
+    assert result.code == 1 and "missing in off (-z 0): step 9" in result.out
+    assert (tmp_path / "loss.png").stat().st_size > 10000

@@ -9,12 +9,16 @@ import os
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from conftest import TOP, run
+
+sys.path.insert(0, str(TOP / "dev/llmc"))
+import make_files  # noqa: E402
 
 # Not imported: that would leave a folder in dev/cpu, on which the Makefile's targets depend.
 rewrite = SimpleNamespace(**runpy.run_path(str(TOP / "dev/cpu/rewrite.py")))
@@ -279,28 +283,13 @@ def test_what_third_party_programs_lean_on(folder):
 
 LLMC = os.environ.get("LLMC_DIR")
 real = pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c")
-VOCABULARY = 8192  # its softmax wants at least 1024 vectors of 16 bytes a row
+VOCABULARY = make_files.TINY[1]
 
 
 def tiny_files(folder):
-    import numpy
-    T, V, L, heads, C = 64, VOCABULARY, 2, 2, 32
-    random = numpy.random.default_rng(1)
-    sizes = [(V * C, .02), (T * C, .02), (L * C, 1), (L * C, 0), (L * 3 * C * C, .02), (L * 3 * C, 0),
-             (L * C * C, .01), (L * C, 0), (L * C, 1), (L * C, 0), (L * 4 * C * C, .02), (L * 4 * C, 0),
-             (L * 4 * C * C, .01), (L * C, 0), (C, 1), (C, 0)]
-    values = numpy.concatenate([numpy.full(n, s) if s in (0, 1) else random.standard_normal(n) * s
-                                for n, s in sizes]).astype(numpy.float32)
-    bits = values.view(numpy.uint32)
-    halves = ((bits + 0x8000) >> 16).astype(numpy.uint16)
-    for name, version, data in [("FP32", 3, values), ("BF16", 5, halves)]:
-        header = numpy.zeros(256, numpy.int32)
-        header[:8] = 20240326, version, T, V, L, heads, C, V
-        (folder / f"{name}.bin").write_bytes(header.tobytes() + data.tobytes())
-    tokens = numpy.frombuffer((TOP / "README.md").read_bytes(), numpy.uint8).astype(numpy.uint16)
-    header = numpy.zeros(256, numpy.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    (folder / "tokens.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    for precision in ("FP32", "BF16"):
+        make_files.write_model(folder / f"{precision}.bin", precision)
+    make_files.write_tokens(folder / "tokens.bin", [TOP / "README.md"])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from conftest import TOP, run, slow
 import demo
 import launch
 
-TARGETS = "help train_mlp demo test test-all units cuda-check bench clean".split()
+TARGETS = "help train_mlp demo test test-all units cuda-check bench llmc clean".split()
 
 
 def test_make_help():
@@ -45,6 +45,12 @@ def test_mpirun_is_quiet():
     assert result.err == ""
 
 
+def test_launch_as_a_command():
+    command = [sys.executable, "dev/launch.py", 2, "sh", "-c", 'echo "$OMPI_COMM_WORLD_RANK $1"', "sh", "a b"]
+    assert sorted(run(command).out.split("\n")) == ["", "0 a b", "1 a b"]
+    assert run([sys.executable, "dev/launch.py", 2, "false"], check=False).code != 0
+
+
 # ---- dev/gpu_check.sh
 
 
@@ -62,6 +68,9 @@ def test_gpu_check_dry_run():
     assert all(line.endswith("hash on = off") for line in recipes), recipes
     for kernel in ("update AdamW fp32", "update AdamW bf16 + masters", "update AdamW bf16 stochastic"):
         assert any(line.startswith(kernel) and " of copy (" in line for line in table.split("\n"))
+    llmc = [line for line in table.split("\n") if line.startswith("llm.c ")]
+    assert len(llmc) == (4 if os.environ.get("LLMC_DIR") else 0)
+    assert all(line.endswith(("log and model on = off", "did not fit")) for line in llmc), llmc
     for kernel in ("norm fp32", "norm bf16"):
         assert any(line.startswith(kernel) and " of read (" in line for line in table.split("\n"))
     assert "\nunit test " in table and "\ncompute-sanitizer " in table
