@@ -29,7 +29,8 @@ class Plan:
         self.edit = None   # name of the edit that is being applied
 
     def change(self, start, end, text):
-        self.changes.append(Change(self.edit, start, end, text.replace("\n", self.newline)))
+        text = text.replace("\r\n", "\n").replace("\n", self.newline)   # some of it may be the file's own
+        self.changes.append(Change(self.edit, start, end, text))
 
     def replaced(self, offset):
         return any(c.start <= offset < c.end for c in self.changes)
@@ -143,12 +144,20 @@ def pointers(plan, function, kind):
     source, model = plan.source, function.parameters[0]
     copy = source.find(rf"\bParameterTensors\s+(\w+)\s*=\s*{model}\s*->\s*{kind}s\s*;", function.body,
                        f"the local copy of {model}->{kind}s in its function")
+    known = [plan.source.function(f"gpt2_{of}").body for of in ("forward", "backward_and_reduce")]
+    for match in re.compile(rf"(?:->|\.)\s*{kind}s\s*([.;\[])").finditer(source.code):
+        if match[1] != ";" or not any(start <= match.start() < end for start, end in known):
+            raise Missing(f"line {source.line(match.start())}: tensors of {kind}s are used other than through the local "
+                          "copies in gpt2_forward and gpt2_backward_and_reduce, and would be looked for in the wrong place")
     name, layered = copy[1], 0
     for match in re.compile(rf"\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
         if plan.replaced(match.start()):
             continue
         layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
-        end = source.statement(match.start()).end - 1 if layer else match.end()
+        offset = re.compile(r"\s*[-+\[]").match(source.code, match.end())
+        if offset and not (layer and re.search(rf"\b{source.for_around(match.start())[1]}\b", layer[1])):
+            raise Missing(f"line {source.line(match.start())}: {match[0]} + layer * size, the layer first: not found")
+        end = source.expression_end(match.end()) if layer else match.end()
         plan.change(match.start(), end,
                     f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
         layered += bool(layer)
@@ -408,6 +417,8 @@ def mend_gather_order(plan):
     source, function = plan.source, plan.source.function("gpt2_update")
     if source.calls("cudaStreamWaitEvent", function.body):
         return MENDED
+    if len(function.parameters) != 10:
+        raise Missing(f"gpt2_update has {len(function.parameters)} parameters, 10 were expected")
     config = function.parameters[8]
     start = source.statement(source.call("ncclGroupStart", function.body).start)
     plan.before(start, f"cudaCheck(cudaEventRecord({config}->compute_nccl_sync, main_stream));\n"
@@ -417,7 +428,10 @@ def mend_gather_order(plan):
 @mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned", covered="backward")
 def mend_wpe_range(plan):
     source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
-    last = source.calls("multi_gpu_async_reduce_gradient", function.body)[-1]
+    calls = source.calls("multi_gpu_async_reduce_gradient", function.body)
+    if not calls:
+        raise Missing("the call of multi_gpu_async_reduce_gradient: not found")
+    last = calls[-1]
     sizes = declaration(source, last.arguments[1][0], source.block_around(last.start))
     found = list(re.compile(r"\bT\s*\*\s*C\b").finditer(source.code, *sizes))
     if not found and re.search(r"max_seq_len", source.code[sizes.start:sizes.end]):
@@ -442,9 +456,11 @@ def mend_nan_norm(plan):
     source, main = plan.source, plan.source.function("main")
     call = source.call("gpt2_calculate_grad_norm", main.body)
     norm = re.compile(r"(\w+)\s*=\s*$").search(source.code, main.body.start, call.start)
-    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
     if not norm:
         raise Missing("the variable that gpt2_calculate_grad_norm is assigned to: not found")
+    if re.search(rf"!\s*isfinite\s*\(\s*{norm[1]}\s*\)", source.code[call.end:main.body.end]):
+        return MENDED
+    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
     plan.before(Span(choice.start() + 1, choice.start() + 1),
                 f"if (!isfinite({norm[1]})) {{\n"
                 f'    printf0("skipping update: the gradient is not finite\\n");\n'

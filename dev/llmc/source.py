@@ -152,6 +152,12 @@ class Source:
             i = self.closing(i) if self.code[i] in "([{" else i + 1
         return Span(start, i + 1)
 
+    def expression_end(self, offset):
+        """Where the expression that goes on at an offset ends: a comma, a semicolon or a bracket around it."""
+        while self.code[offset] not in ",;)]}":
+            offset = self.closing(offset) if self.code[offset] in "([{" else offset + 1
+        return offset
+
     def if_around(self, offset):
         """The whole if (...) { } whose block is the innermost around an offset."""
         block = self.block_around(offset)
