@@ -1,6 +1,7 @@
-"""dev/llmc/patch.py on a small trainer of our own (test/small_llmc), which has llm.c's structure and none of its lines.
+"""dev/llmc/patch.py on a small trainer of our own (test/small_llmc): llm.c's structure, none of its lines.
 
-What is done, said, kept and refused; whatever goes wrong, no file is changed. test_llmc_runs.py runs what comes out.
+What is done, said, kept and refused; whatever goes wrong, no file is changed. test_llmc_runs.py runs what
+comes out of it.
 """
 
 import importlib
@@ -34,7 +35,8 @@ tool, edits = modules("patch", "edits")
 EDITS = [e.name for e in edits.EDITS]
 MENDS = [m.name for m in edits.MENDS]
 CHANGED = ["train_gpt2.cu", "test_gpt2.cu", *(f"llmc/{name}" for name in (
-    "zero.cuh", "cuda_common.h", "attention.cuh", "layernorm.cuh", "cuda_utils.cuh", "outlier_detector.h", "logger.h"))]
+    "zero.cuh", "cuda_common.h", "attention.cuh", "layernorm.cuh", "cuda_utils.cuh", "outlier_detector.h",
+    "logger.h"))]
 
 
 @pytest.fixture
@@ -103,7 +105,8 @@ def test_check_lists_everything_and_writes_nothing(tree, patch):
         assert re.search(rf"^  edit  {e.name} +{re.escape(e.file)} +{re.escape(e.what)}$", said, re.M), e.name
     for m in edits.MENDS:
         state = f"part of edit '{m.covered}'" if m.covered else ", ".join(m.files)
-        assert re.search(rf"^  mend  {m.name} +{re.escape(state)} +{re.escape(m.reason)}$", said, re.M), m.name
+        assert re.search(rf"^  mend  {m.name} +{re.escape(state)} +{re.escape(m.reason)}$", said,
+                         re.M), m.name
     code, said = patch("--check", "--mends-only", "--no-mend", "false,mem-advise")
     assert (code, snapshot(tree)) == (0, before) and "  edit  " not in said
     for name in ("false", "mem-advise"):
@@ -111,26 +114,25 @@ def test_check_lists_everything_and_writes_nothing(tree, patch):
     assert re.search(r"^  mend  wpe-range +train_gpt2.cu +with -z 1", said, re.M)
 
 
-def test_as_a_program(tree):
-    def call(*words):
-        result = subprocess.run([sys.executable, TOOL / "patch.py", *words], capture_output=True, text=True)
-        assert "Traceback" not in result.stderr
-        return result
-    bad = {("--no-mend", "nothing", str(tree)): "--no-mend nothing: there is no such mend; there are: block-reduce",
+def test_as_a_program(tree, patch, capsys):
+    bad = {("--no-mend", "nothing", str(tree)): "--no-mend nothing: there is no such mend; there are: block-",
            (): "DIR is missing", ("--revert", "--mends-only", str(tree)): "--revert takes everything back",
            ("--revert", str(tree), "--no-mend", "false"): "--revert takes everything back",
            (str(tree), "--no-mend", "false,nothing"): "--no-mend nothing: there is no such mend",
            (str(tree), "--wrong"): "unrecognized arguments: --wrong"}
     before = snapshot(tree)
     for words, message in bad.items():
-        result = call(*words)
-        assert result.returncode == 2 and message in result.stderr, words
+        with pytest.raises(SystemExit) as end:
+            tool.main(list(words))
+        assert end.value.code == 2 and message in capsys.readouterr().err, words
     for folder in (tree / "train_gpt2.cu", tree / "nowhere"):
         for flag in ("--check", "--revert", "--mends-only"):
-            result = call(folder, flag)
-            assert result.returncode == 1 and result.stderr == f"{folder} is not a folder\n"
+            assert patch(flag, folder=folder) == (1, f"{folder} is not a folder\n")
     assert snapshot(tree) == before
-    assert call(tree).returncode == 0 and call(tree, "--revert").returncode == 0
+    for words, code in (([], 0), (["--revert"], 0), (["--no-mend", "nothing"], 2), (["nowhere"], 2)):
+        result = subprocess.run([sys.executable, TOOL / "patch.py", tree, *words], capture_output=True,
+                                text=True)
+        assert result.returncode == code and "Traceback" not in result.stderr
     assert not (TOOL / "__pycache__").exists() and contents(tree) == contents(SMALL)
 
 
@@ -185,7 +187,7 @@ def test_no_mend_before_the_folder(tree, capsys):
 
 
 def test_mended_already(tree, patch):
-    """A tree whose faults are mended, with our mends or others: nothing is left to do, and that is no error."""
+    """A tree whose faults are mended, by us or by others: nothing is left to do, and that is no error."""
     assert patch("--mends-only")[0] == 0
     shutil.rmtree(tree / "llmc_zero")
     before = contents(tree)
@@ -217,7 +219,8 @@ def test_headers_changed_by_hand_stay(tree, patch, monkeypatch):
     header = tree / "llmc_zero/gpt2.cuh"
     header.write_bytes(header.read_bytes() + b"// mine\n")
     mine = header.read_bytes()
-    monkeypatch.setattr(tool, "own_headers", lambda headers=tool.own_headers(): {**headers, "gpt2.cuh": b"// new\n"})
+    monkeypatch.setattr(tool, "own_headers", lambda headers=tool.own_headers(): {**headers,
+                                                                                 "gpt2.cuh": b"// new\n"})
     for flags in ([], ["--mends-only"], ["--revert"]):
         code, said = patch(*flags)
         assert code == 0 and header.read_bytes() == mine, flags
@@ -268,7 +271,8 @@ def test_edits_by_hand_stay(tree, patch, tmp_path, flags):
 
 def test_edits_by_hand_inside_of_the_patch_are_refused(tree, patch):
     assert patch()[0] == 0
-    wrote = {"struct": r"struct ZeroGpt2\* zero;", "update": r"zero_gpt2_update\(", "state": r"zero_gpt2_allocate_state",
+    wrote = {"struct": r"struct ZeroGpt2\* zero;", "update": r"zero_gpt2_update\(",
+             "state": r"zero_gpt2_allocate_state",
              "forward": r"zero_gpt2_param\(gpt, w\.fcb, l\)", "flags": r"zero_gpt2_usage"}
     whole = (tree / "train_gpt2.cu").read_text()
     for name, pattern in wrote.items():
@@ -305,7 +309,8 @@ def test_a_lost_original_is_named(tree, patch):
     (tree / "llmc_zero/unpatched/llmc/logger.h").unlink()
     before = snapshot(tree)
     code, said = patch("--revert")
-    assert code == 1 and snapshot(tree) == before and "logger.h is gone, so llmc/logger.h cannot be reverted" in said
+    assert code == 1 and snapshot(tree) == before
+    assert "logger.h is gone, so llmc/logger.h cannot be reverted" in said
 
 
 # ---------------------------------------------------------------------------- anchors
@@ -333,23 +338,30 @@ ANCHORS = {
                     (*named("file_to_device"), "the call of file_to_device with params_memory"),
                     (*named("cudaMemcpy"), "the call of cudaMemcpy with params_memory")],
     "forward": [(*named("gpt2_forward"), "the definition of gpt2_forward"),
-                (r"ParameterTensors w = gpt->params;", "ParameterTensors& w = gpt->params;", "the local copy of gpt->params"),
+                (r"ParameterTensors w = gpt->params;", "ParameterTensors& w = gpt->params;",
+                 "the local copy of gpt->params"),
                 (r"\+ l \* ", "+ 2 * ", "layer * size, the layer first: not found"),
-                (r"a\.x, gpt->inputs, w\.wte", "a.x, gpt->inputs, gpt->params.wte", "params are used other than"),
-                (r"void gpt2_free\(GPT2\* gpt\) \{", "void gpt2_free(GPT2* gpt) { ParameterTensors p = gpt->params;",
+                (r"a\.x, gpt->inputs, w\.wte", "a.x, gpt->inputs, gpt->params.wte",
+                 "params are used other than"),
+                (r"void gpt2_free\(GPT2\* gpt\) \{",
+                 "void gpt2_free(GPT2* gpt) { ParameterTensors p = gpt->params;",
                  "params are used other than")],
     "backward": [(*named("gpt2_backward_and_reduce"), "the definition of gpt2_backward_and_reduce"),
-                 (r"(void gpt2_backward_and_reduce\([^)]*)\)", r"\1, int more)", "has 6 parameters, 5 were expected"),
+                 (r"(void gpt2_backward_and_reduce\([^)]*)\)", r"\1, int more)",
+                  "has 6 parameters, 5 were expected"),
                  (*named("last_step"), "last_step: not found"),
                  (r"d\.wte, NULL", "gpt->grads.wte, NULL", "grads are used other than"),
                  (*named("cudaMemsetAsync"), "the call of cudaMemsetAsync with grads_memory"),
                  (*named("multi_gpu_async_reduce_gradient"), "found 0 times, expected 2"),
                  (*named("encoder_backward"), "the call of encoder_backward"),
                  (r"ParameterTensors d = ", "ParameterTensors& d = ", "the local copy of gpt->grads"),
-                 (r"= d\.qkvw \+ l \* 3", "= d.qkvw + 3 * l", "d.qkvw + layer * size, the layer first: not found"),
-                 (r"= d\.qkvw \+ l \* 3", "= &d.qkvw[0] + l * 3", "d.qkvw + layer * size, the layer first: not found"),
+                 (r"= d\.qkvw \+ l \* 3", "= d.qkvw + 3 * l",
+                  "d.qkvw + layer * size, the layer first: not found"),
+                 (r"= d\.qkvw \+ l \* 3", "= &d.qkvw[0] + l * 3",
+                  "d.qkvw + layer * size, the layer first: not found"),
                  (r"if \(last_step\)\s*\{(\s*floatX\* const those)", r"{\1", "the block is not one of an if"),
-                 (r"const size_t counts\[\] = \{C, C, V", "const size_t other[] = {C, C, V", "the declaration of counts")],
+                 (r"const size_t counts\[\] = \{C, C, V", "const size_t other[] = {C, C, V",
+                  "the declaration of counts")],
     "tensor at layer": [(*named("gpt2_get_tensor_at_layer"), "the definition of gpt2_get_tensor_at_layer")],
     "norm": [(*named("gpt2_calculate_grad_norm"), "the definition of gpt2_calculate_grad_norm")],
     "update": [(*named("gpt2_update"), "the definition of gpt2_update"),
@@ -361,7 +373,8 @@ ANCHORS = {
                     (*named("load_state"), "the definition of load_state"),
                     (*named("m_memory"), "with m_memory"),
                     (r"if \( gpt->use_master_weights \)", "if (true)", "an if on use_master_weights"),
-                    (r"size_t shard_num_parameters = \(&multi_gpu_config\)->", "size_t own = (&multi_gpu_config)->",
+                    (r"size_t shard_num_parameters = \(&multi_gpu_config\)->",
+                     "size_t own = (&multi_gpu_config)->",
                      "the declaration of shard_num_parameters")],
     "flags": [(r"\{\s*error_usage\(\);\s*\}", "{ exit(2); }", "the end of main's chain of flags"),
               (*named("set_zero_configs"), "the call of set_zero_configs"),
@@ -371,9 +384,11 @@ ANCHORS = {
     "clip": [(r"shrink = norm", "shrink = 1.0f; shrink += norm", "max norm / norm in shrink"),
              (r"most / norm", "divided(most, norm)", "max norm / norm in shrink"),
              (r"decay, shrink, step", "decay, 1.0f, step", "1.0f in main"),
-             (r"decay, shrink, step \+ 1, &multi_gpu_config", "{}", "fewer or more arguments than were expected")],
+             (r"decay, shrink, step \+ 1, &multi_gpu_config", "{}",
+              "fewer or more arguments than were expected")],
     "any size": [(*named("set_zero_configs"), "the definition of set_zero_configs"),
-                 (r"int wanted, size_t total\)", "int wanted)", "fewer or more arguments than were expected")],
+                 (r"int wanted, size_t total\)", "int wanted)",
+                  "fewer or more arguments than were expected")],
     "test": [(r"\bmain\(", "start(", "the definition of main"),
              (*named("grads_memory"), "the call of cudaMemcpy with grads_memory"),
              (*named("gpt2_init_common"), "the call of gpt2_init_common")],
@@ -382,7 +397,8 @@ ANCHORS = {
     "block-reduce": [(*named("softmax_autoregressive_backward_inplace_kernel"),
                       "the definition of softmax_autoregressive_backward_inplace_kernel"),
                      (*named("blockReduce"), "blockReduce in attention's backward")],
-    "residual-guard": [(*named("fused_residual_forward_kernel5"), "the definition of fused_residual_forward_kernel5"),
+    "residual-guard": [(*named("fused_residual_forward_kernel5"),
+                        "the definition of fused_residual_forward_kernel5"),
                        (*named("idx"), "the guard idx > N")],
     "mem-advise": [(*named("cudaMemAdvise"), "the call of cudaMemAdvise"),
                    (r", cudaCpuDeviceId", "", "fewer or more arguments than were expected")],
@@ -419,19 +435,22 @@ def kind_of(name):
 
 
 def flags_for(name):
-    return ["--mends-only"] if name in MENDS and next(m.covered for m in edits.MENDS if m.name == name) else []
+    return ["--mends-only"] if name in MENDS and next(m.covered for m in edits.MENDS
+                                                      if m.name == name) else []
 
 
 @pytest.mark.parametrize("name", EDITS + MENDS)
 def test_a_missing_anchor_is_named_and_nothing_is_written(tree, patch, name):
     for file in files_of(name):
         for pattern, replacement, message in ANCHORS[name]:
-            flags = flags_for(name) or (["--mends-only"] if (name, file) == ("one-float", "train_gpt2.cu") else [])
+            flags = flags_for(name) or (["--mends-only"] if (name, file) == ("one-float", "train_gpt2.cu")
+                                        else [])
             change(tree, file, pattern, replacement)
             before = snapshot(tree)
             code, said = patch(*flags)
             assert (code, snapshot(tree)) == (1, before), said
-            lines = [line for line in said.split("\n") if line.startswith(f"{file}: {kind_of(name)} '{name}': ")]
+            lines = [line for line in said.split("\n")
+                     if line.startswith(f"{file}: {kind_of(name)} '{name}': ")]
             assert len(lines) == 1 and message in lines[0], (pattern, said)
             assert "Nothing was changed." in said
             if name in MENDS:
@@ -441,9 +460,11 @@ def test_a_missing_anchor_is_named_and_nothing_is_written(tree, patch, name):
 
 
 TWICE = [("struct", "struct Other { int x; } GPT2;"), ("forward", "void gpt2_forward(int x) { }"),
-         ("update", "void gpt2_update(int x) { }"), ("any size", "void set_zero_configs(int a, int b, int c) { }"),
+         ("update", "void gpt2_update(int x) { }"),
+         ("any size", "void set_zero_configs(int a, int b, int c) { }"),
          ("test", "int main() { }"), ("false", "std::bool_constant<true> False;"),
-         ("mem-advise", "int f() { return cudaMemAdvise(0, 0, 0, 0); }"), ("outlier-nan", "double update_detector(int x) { }"),
+         ("mem-advise", "int f() { return cudaMemAdvise(0, 0, 0, 0); }"),
+         ("outlier-nan", "double update_detector(int x) { }"),
          ("model files", "void gpt_build_from_descriptor(int x) const { }"), ("block-reduce", "void "
           "softmax_autoregressive_backward_inplace_kernel(int x) { }"), ("flags", "void error_usage() {}")]
 
@@ -457,7 +478,8 @@ def test_an_anchor_that_is_there_twice(tree, patch, name, text):
         before = snapshot(tree)
         code, said = patch()
         assert (code, snapshot(tree)) == (1, before)
-        assert re.search(rf"^{re.escape(file)}: {kind_of(name)} '{name}': .*: found 2 times, expected once$", said, re.M)
+        assert re.search(rf"^{re.escape(file)}: {kind_of(name)} '{name}': .*: found 2 times, expected once$",
+                         said, re.M)
 
 
 def test_two_calls_where_one_is_expected(tree, patch):
@@ -468,7 +490,9 @@ def test_two_calls_where_one_is_expected(tree, patch):
         change(tree, file, pattern, r"\1\1")
         before = snapshot(tree)
         code, said = patch()
-        assert (code, snapshot(tree)) == (1, before) and re.search(rf"{kind_of(name)} '{name}': .*found 2 times", said)
+        assert (code, snapshot(tree)) == (1,
+                                          before) and re.search(rf"{kind_of(name)} '{name}': .*found 2 times",
+                                                                said)
         shutil.copy(SMALL / file, tree / file)
 
 
@@ -488,17 +512,19 @@ def test_a_missing_file(tree, patch, file):
 
 DECOYS = '''// größer als 1 °C
 /* void gpt2_forward(GPT2* g) { ParameterTensors w = g->params; } } GPT2; else { error_usage(); }
-   int main() { gpt2_init_common(&gpt); cudaMemcpy(a, gpt.grads_memory, b, c); ncclAllReduce(a, b, sizeof(float)); } */
+   int main() { gpt2_init_common(&gpt); cudaMemcpy(a, gpt.grads_memory, b, c); ncclAllReduce(a, b, c); } */
 // void gpt2_update(GPT2* gpt) { \\
-   and on: void set_zero_configs(int a, int b, int c) { blockReduce<warpReduceSum>(x); bool_constant<true> False
-static const char* decoy = "} GPT2; void save_state(a, b, c) { \\" // void gpt2_free(GPT2* g) { }", quote = '"';
+   and on: void set_zero_configs(int a, int b) { blockReduce<warpReduceSum>(x); bool_constant<true> False
+static const char* decoy = "} GPT2; void save_state(a, b, c) { \\" // void gpt2_free(GPT2* g)", quote = '"';
 static const char* raw = R"x(void gpt2_forward(GPT2* gpt) { } " ' /* )x";
 '''
 
 
 def renamed(text):
-    for old, new in {"gpt": "the_model", "w": "weights_of", "d": "grads_of", "last_step": "last_step", "a": "acts_of",
-                     "part": "micro", "accumulate": "micros", "words": "argv", "count": "argc", "shrink": "by",
+    for old, new in {"gpt": "the_model", "w": "weights_of", "d": "grads_of", "last_step": "last_step",
+                     "a": "acts_of",
+                     "part": "micro", "accumulate": "micros", "words": "argv", "count": "argc",
+                     "shrink": "by",
                      "stage": "zero", "l": "layer", "dg": "sum", "N": "N"}.items():
         text = re.sub(rf"(?<![\w.\-%:]){old}\b(?![\w:])", new, text)
     return text
@@ -506,7 +532,8 @@ def renamed(text):
 
 def moved(text):
     """gpt2_free and gpt2_get_tensor_at_layer before gpt2_forward, save_state behind load_state."""
-    for name, before in (("void gpt2_free", "void gpt2_forward"), ("ShardInfo gpt2_get_tensor", "void gpt2_forward"),
+    for name, before in (("void gpt2_free", "void gpt2_forward"),
+                         ("ShardInfo gpt2_get_tensor", "void gpt2_forward"),
                          ("void save_state", "#ifndef TESTING")):
         start = text.index(name)
         end = text.index("\n}\n", start) + 3
@@ -594,7 +621,8 @@ def test_a_link_stays_a_link(tree, patch, tmp_path):
 
 
 @pytest.mark.parametrize("way, call", [
-    ("patch", "replace"), ("patch", "mkstemp"), ("patch", "copymode"), ("patch", "mkdir"), ("revert", "replace"),
+    ("patch", "replace"), ("patch", "mkstemp"), ("patch", "copymode"), ("patch", "mkdir"),
+    ("revert", "replace"),
     ("revert", "unlink"), ("to mends only", "replace"), ("to mends only", "unlink")])
 def test_writing_that_fails_on_the_nth_file_changes_nothing(tree, patch, monkeypatch, way, call):
     owner = {"replace": tool.os, "mkstemp": tool.tempfile, "copymode": tool.shutil, "mkdir": tool.Path,

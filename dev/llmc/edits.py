@@ -147,8 +147,9 @@ def pointers(plan, function, kind):
     known = [plan.source.function(f"gpt2_{of}").body for of in ("forward", "backward_and_reduce")]
     for match in re.compile(rf"(?:->|\.)\s*{kind}s\s*([.;\[])").finditer(source.code):
         if match[1] != ";" or not any(start <= match.start() < end for start, end in known):
-            raise Missing(f"line {source.line(match.start())}: tensors of {kind}s are used other than through the local "
-                          "copies in gpt2_forward and gpt2_backward_and_reduce, and would be looked for in the wrong place")
+            raise Missing(f"line {source.line(match.start())}: tensors of {kind}s are used other than through the "
+                          "local copies in gpt2_forward and gpt2_backward_and_reduce: they would be looked for in "
+                          "the wrong place")
     name, layered = copy[1], 0
     for match in re.compile(rf"\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
         if plan.replaced(match.start()):

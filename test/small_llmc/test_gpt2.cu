@@ -2,7 +2,8 @@
    updates without a norm before them, with a grad_scale and t of the caller's own; files, and behind them the
    same losses again.
 
-     ./test_gpt2 FOLDER [-w 0]      writes FOLDER/gradsRANK.bin (floats); exit code 0: all is well
+     ./test_gpt2 FOLDER [-w 0]      exit code 0: all is well
+   Writes FOLDER/gradsRANK.bin (floats) and scaledRANK.bin, the state behind an update with them times 0.25.
 */
 #define TESTING
 #include "train_gpt2.cu"
@@ -21,13 +22,14 @@ static float train(GPT2* gpt, DataLoader* data, float scale, int t) {
 
 int main(int n, char** words) {
     const int B = 2, T = 16;
-    char weights[300], state[300], grads[300];
+    char weights[300], state[300], grads[300], scaled[300];
     must(n > 1, "go on without", "FOLDER");
     multi_gpu_config = multi_gpu_config_init(1, 0, ".", "mpi");
     const int rank = multi_gpu_config.process_rank;
     snprintf(weights, sizeof weights, "%s/test%d.bin", words[1], rank);
     snprintf(state, sizeof state, "%s/test_state%d.bin", words[1], rank);
     snprintf(grads, sizeof grads, "%s/grads%d.bin", words[1], rank);
+    snprintf(scaled, sizeof scaled, "%s/scaled%d.bin", words[1], rank);
     CUDA(cudaStreamCreate(&main_stream));
 
     GPT2 gpt;
@@ -55,7 +57,8 @@ int main(int n, char** words) {
     free(host);
 
     float first = 0, last = 0, losses[2][6];
-    gpt2_update(&gpt, 0, 0.9f, 0.95f, 1e-8f, 0, 1, 1, &multi_gpu_config); // rate 0: only m and v change
+    gpt2_update(&gpt, 0, 0.9f, 0.95f, 1e-8f, 0, 0.25f, 1, &multi_gpu_config); // rate 0: only m and v change
+    save_state(scaled, 1, &gpt, &data);
     for (int i = 0; i < 40; i++) {
         data.batch = i % 4;
         const float loss = train(&gpt, &data, 0, i + 2);

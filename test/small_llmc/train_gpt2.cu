@@ -1,6 +1,6 @@
 /* A small trainer that is built as llm.c's train_gpt2.cu is: the functions, variables and types that
-   dev/llmc/patch.py looks for have llm.c's names, all else is our own and as simple as can be. Spaces, brackets
-   and lines are not always where one expects them: the patch must not depend on that.
+   dev/llmc/patch.py looks for have llm.c's names, all else is our own and as simple as can be. Spaces,
+   brackets and lines are not always where one expects them: the patch must not depend on that.
 
    A layer: h = norm1(x); x += attproj(mix(qkv(h))); x += fcproj(tanh(fc(norm2(x)))). Classifier: wte, tied.
    Data: every token follows from the one before it, with some noise; each rank has sequences of its own.
