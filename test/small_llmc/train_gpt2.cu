@@ -468,8 +468,8 @@ void loader_free(DataLoader* data) { free(data->inputs), free(data->targets); }
 
 void save_state(const char* name, int step, GPT2* gpt, DataLoader* data) {
     FILE* out = fopenCheck(name, "wb");
-    const unsigned long long header[8] = {888, (unsigned)step, data->batch, gpt->rng_state,
-        gpt->rng_state_last_update, (unsigned)gpt->use_master_weights};
+    const unsigned long long header[8] = {888, (unsigned)step, gpt->rng_state, gpt->rng_state_last_update,
+                                          (unsigned)gpt->use_master_weights};
     fwriteCheck(header, sizeof header, 1, out);
     const size_t shard_num_parameters = multi_gpu_config.shard_num_parameters;
     device_to_file(out, gpt->m_memory, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
@@ -477,6 +477,7 @@ void save_state(const char* name, int step, GPT2* gpt, DataLoader* data) {
     if ( gpt->use_master_weights ) {
         device_to_file(out, gpt->master_weights, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     }
+    fwriteCheck(&data->batch, sizeof data->batch, 1, out); // last, so that what is before has to be read whole
     fclose(out);
 }
 
@@ -484,21 +485,21 @@ void load_state(int* step, GPT2* gpt, DataLoader* data, const char* name) {
     FILE* in = fopenCheck(name, "rb");
     unsigned long long header[8];
     freadCheck(header, sizeof header, 1, in);
-    must(header[0] == 888 && header[5] >= (unsigned)gpt->use_master_weights, "resume with this -w from",
+    must(header[0] == 888 && header[4] >= (unsigned)gpt->use_master_weights, "resume with this -w from",
          name);
     size_t shard_num_parameters = (&multi_gpu_config)->shard_num_parameters;
     *step = (int)header[1];
-    data->batch = (unsigned)header[2];
     gpt->init_state = false;
-    gpt->rng_state = header[3];
-    gpt->rng_state_last_update = header[4];
+    gpt->rng_state = header[2];
+    gpt->rng_state_last_update = header[3];
     file_to_device(gpt->m_memory, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     file_to_device(gpt->v_memory, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     if (gpt->use_master_weights) {
         file_to_device(gpt->master_weights, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
         gpt2_update(gpt, 0, 0, 0, 0, 0, 0, 0, &multi_gpu_config, true);
-        gpt->rng_state = header[3];
+        gpt->rng_state = header[2];
     }
+    freadCheck(&data->batch, sizeof data->batch, 1, in);
     fclose(in);
 }
 
