@@ -341,6 +341,8 @@ ANCHORS = {
                 (r"ParameterTensors w = gpt->params;", "ParameterTensors& w = gpt->params;",
                  "the local copy of gpt->params"),
                 (r"\+ l \* ", "+ 2 * ", "layer * size, the layer first: not found"),
+                (r"proj = w\.attprojw \+ l \* C", "proj = w.attprojw + l * -C",
+                 "a product that goes on with '-'"),
                 (r"a\.x, gpt->inputs, w\.wte", "a.x, gpt->inputs, gpt->params.wte",
                  "params are used other than"),
                 (r"void gpt2_free\(GPT2\* gpt\) \{",
@@ -575,6 +577,22 @@ def test_what_is_written_otherwise_is_found_all_the_same(tree, patch, variant):
     if variant == "decoys":
         assert text.replace(DECOYS, "") == expected
     assert patch("--revert")[0] == 0 and contents(tree) == original
+
+
+@pytest.mark.parametrize("before, after", [
+    ("w.fcw + l * 4 * C*C + C;", "PARAM(gpt, w.fcw, l) + C;"),
+    ("l ? w.fcb + l * 4 * C : w.fcb, *y = w.lnfw;",
+     "l ? PARAM(gpt, w.fcb, l) : PARAM(gpt, w.fcb, 0), *y = PARAM(gpt, w.lnfw, 0);"),
+    ("f(w.ln1w + (l + 1) * gpt->config.channels, w.ln1b + l * (C), 1);",
+     "f(PARAM(gpt, w.ln1w, (l + 1)), PARAM(gpt, w.ln1b, l), 1);"),
+    ("(w.fcw + l * size(4, C)) + l * C;", "(PARAM(gpt, w.fcw, l)) + l * C;"),
+    ("(float*)w.qkvw;", "(float*)PARAM(gpt, w.qkvw, 0);"), ("a.w.x;", "a.w.x;")])
+def test_how_pointers_are_written(tree, patch, before, after):
+    change(tree, "train_gpt2.cu", r"(floatX\* proj = )", rf"floatX* x = {before}\n        \1")
+    code, said = patch()
+    assert code == 0, said
+    expected = f"        floatX* x = {after}\n".replace("PARAM", "zero_gpt2_param")
+    assert expected in (tree / "train_gpt2.cu").read_text()
 
 
 # ---------------------------------------------------------------------------- files that cannot be written

@@ -270,8 +270,8 @@ def test_resuming_what_does_not_fit_is_refused(program, saved, tmp_path, ranks, 
         (folder / "state_00000002_00001.bin").write_bytes(data)
     flags = flags.removesuffix(", one rank").replace("theirs", "").split()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    result = run([program("fp32"), *DEFAULT.split(), *flags, "-y", "1", "-o", folder], ranks=ranks, check=False,
-                 timeout=30)
+    result = run([program("fp32"), *DEFAULT.split(), *flags, "-y", "1", "-o", folder], ranks=ranks, timeout=30,
+                 check=False)
     assert result.code != 0 and message in result.err, result.err
     assert "[llmc_zero ERROR] rank " in result.err and "step 2 loss" not in result.out
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

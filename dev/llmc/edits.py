@@ -151,14 +151,14 @@ def pointers(plan, function, kind):
                           "local copies in gpt2_forward and gpt2_backward_and_reduce: they would be looked for in "
                           "the wrong place")
     name, layered = copy[1], 0
-    for match in re.compile(rf"\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
+    for match in re.compile(rf"(?<!\.)(?<!->)\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *function.body):
         if plan.replaced(match.start()):
             continue
         layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
         offset = re.compile(r"\s*[-+\[]").match(source.code, match.end())
         if offset and not (layer and re.search(rf"\b{source.for_around(match.start())[1]}\b", layer[1])):
             raise Missing(f"line {source.line(match.start())}: {match[0]} + layer * size, the layer first: not found")
-        end = source.expression_end(match.end()) if layer else match.end()
+        end = source.product_end(layer.end()) if layer else match.end()
         plan.change(match.start(), end,
                     f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
         layered += bool(layer)

@@ -118,7 +118,8 @@ class Patched:
         if (folder / RECORD).exists():
             try:
                 self.record = json.loads(read(folder / RECORD))
-                if self.record["version"] != 1 or not all(isinstance(self.record[key], dict) for key in ("files", "headers")):
+                parts = self.record["files"], self.record["headers"]
+                if self.record["version"] != 1 or not all(isinstance(part, dict) for part in parts):
                     raise ValueError
             except (ValueError, KeyError, TypeError):
                 raise Problem(f"{folder / RECORD} cannot be read: restore llm.c from its repository") from None

@@ -153,11 +153,19 @@ class Source:
             i = self.closing(i) if self.code[i] in "([{" else i + 1
         return Span(start, i + 1)
 
-    def expression_end(self, offset):
-        """Where the expression that goes on at an offset ends: a comma, a semicolon or a bracket around it."""
-        while self.code[offset] not in ",;)]}":
-            offset = self.closing(offset) if self.code[offset] in "([{" else offset + 1
-        return offset
+    def product_end(self, offset):
+        """Where a product of names, numbers, calls and brackets ends; offset: behind one of its asterisks."""
+        while True:
+            factor = re.compile(r"\s*(?:\w+(?:\s*(?:->|\.|::)\s*\w+)*)?").match(self.code, offset)
+            offset = factor.end()
+            while self.code[offset] in "([":
+                offset = self.closing(offset)
+            if not factor[0].strip() and offset == factor.end():
+                raise Missing(f"line {self.line(offset)}: a product that goes on with {self.code[offset]!r}")
+            more = re.compile(r"\s*\*").match(self.code, offset)
+            if not more:
+                return offset
+            offset = more.end()
 
     def if_around(self, offset):
         """The whole if (...) { } whose block is the innermost around an offset."""

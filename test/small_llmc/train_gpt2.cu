@@ -477,7 +477,7 @@ void save_state(const char* name, int step, GPT2* gpt, DataLoader* data) {
     if ( gpt->use_master_weights ) {
         device_to_file(out, gpt->master_weights, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     }
-    fwriteCheck(&data->batch, sizeof data->batch, 1, out); // last, so that what is before has to be read whole
+    fwriteCheck(&data->batch, sizeof data->batch, 1, out); // last: all before has to be read
     fclose(out);
 }
 
