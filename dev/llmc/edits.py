@@ -29,7 +29,8 @@ class Plan:
         self.edit = None   # name of the edit that is being applied
 
     def change(self, start, end, text):
-        self.changes.append(Change(self.edit, start, end, text.replace("\n", self.newline)))
+        text = text.replace("\r\n", "\n").replace("\n", self.newline)   # some of it may be the file's own
+        self.changes.append(Change(self.edit, start, end, text))
 
     def replaced(self, offset):
         return any(c.start <= offset < c.end for c in self.changes)
@@ -138,29 +139,38 @@ def edit_files(plan):
                  f"zero_gpt2_params_from_host({function.parameters[0]}, {call.arguments[1][0]});")
 
 
+COPY = r"\bParameterTensors\s+(\w+)\s*=\s*([\w.>-]*?)\s*(->|\.)\s*(param|grad)s\s*;"   # of model->params
+
+
 def pointers(plan, kind, expected):
     """In every function with a copy of model->params (or grads), `copy.NAME + LAYER * size` and `copy.NAME` become
     calls that know where the layer lies. expected: functions that must have such a copy."""
     source = plan.source
     wanted = {name: source.function(name).body for name in expected}
-    copies = list(re.compile(rf"\bParameterTensors\s+(\w+)\s*=\s*([\w.>-]*?)\s*(?:->|\.)\s*{kind}s\s*;")
-                  .finditer(source.code))
-    for copy in copies:
-        model = copy[2] if source.code[copy.end(2):].lstrip().startswith("->") else "&" + copy[2]
+    for copy in re.compile(COPY).finditer(source.code):
+        if copy[4] != kind:
+            continue
         wanted = {name: body for name, body in wanted.items() if not body.start <= copy.start() < body.end}
-        layered = 0
-        for match in re.compile(rf"\b{copy[1]}\s*\.\s*(\w+)\b").finditer(source.code, *source.block_around(copy.start())):
-            if plan.replaced(match.start()):
-                continue
-            layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
-            end = source.statement(match.start()).end - 1 if layer else match.end()
-            plan.change(match.start(), end,
-                        f"zero_gpt2_{kind}({model}, {copy[1]}.{match[1]}, {layer[1] if layer else 0})")
-            layered += bool(layer)
-        if layered == 0:
-            raise Missing(f"line {source.line(copy.start())}: {copy[1]}.TENSOR + layer * size: not found")
+        uses(plan, copy[1], copy[2] if copy[3] == "->" else "&" + copy[2], kind, source.block_around(copy.start()))
     for name in wanted:
         raise Missing(f"{name}: its copy of model->{kind}s: not found")
+
+
+def uses(plan, name, model, kind, block):
+    source, layered = plan.source, 0
+    for match in re.compile(rf"(?<!\.)(?<!->)\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *block):
+        if plan.replaced(match.start()):
+            continue
+        layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
+        offset = re.compile(r"\s*[-+\[]").match(source.code, match.end())
+        if offset and not (layer and re.search(rf"\b{source.for_around(match.start())[1]}\b", layer[1])):
+            raise Missing(f"line {source.line(match.start())}: {match[0]} + layer * size, the layer first: not found")
+        end = source.product_end(layer.end()) if layer else match.end()
+        plan.change(match.start(), end,
+                    f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
+        layered += bool(layer)
+    if layered == 0:
+        raise Missing(f"{name}.TENSOR + layer * size: not found")
 
 
 @edit("backward", TRAINER, "gpt2_backward_and_reduce: a layer's gradients leave when the layer is done")
@@ -207,10 +217,7 @@ def edit_norm(plan):
 
 @edit("update", TRAINER, "gpt2_update: one fused launch a bucket, its gather behind it, in place of sixteen launches")
 def edit_update(plan):
-    function = plan.source.function("gpt2_update")
-    names = function.parameters
-    if len(names) not in (9, 10):   # the tenth, to make params from masters, came in August 2024
-        raise Missing(f"gpt2_update has {len(names)} parameters, 10 were expected")
+    function, names = update_function(plan.source)
     state = names[0] + "->rng_state"
     saved = f"{state}_last_update = {state}; // goes into state files\n"
     plan.body(function, (saved if re.search(r"\brng_state_last_update\b", plan.source.code) else "")
@@ -292,11 +299,11 @@ def edit_test(plan):
 @edit("nothing else", TRAINER, "no other line may rely on the order of llm.c's buffers, which is another one now")
 def edit_leftovers(plan):
     source, found = plan.source, []
-    fields = r"(?:->|\.)\s*(?:(?:params|grads)\s*\.\s*\w+|(?:params|grads|m|v)_memory\b|master_weights\b)"
-    for match in re.compile(fields).finditer(source.code):
-        free = re.compile(r"cudaFreeCheck\s*\(\s*&?\s*\w+\s*$").search(source.code, max(0, match.start() - 80), match.start())
-        compared = re.compile(r"\s*(?:[=!]=|=[^=])").match(source.code, match.end())
-        if not (plan.replaced(match.start()) or free or compared):
+    fine = [match.span() for match in re.compile(COPY).finditer(source.code)] + [source.function("gpt2_free").body]
+    for match in re.compile(r"(?:->|\.)\s*(?:params|grads|(?:params|grads|m|v)_memory|master_weights)\b").finditer(source.code):
+        known = plan.replaced(match.start()) or any(start <= match.start() < end for start, end in fine)
+        negated = re.search(r"!\s*\w+$", source.code[max(0, match.start() - 80):match.start()])
+        if not (known or negated or re.compile(r"\s*(?:[=!]=|=[^=])").match(source.code, match.end())):
             found.append(source.line(match.start()))
     if found:
         raise Missing(f"line {', '.join(map(str, found))}: uses the buffers of parameters, gradients or state in a way that "
@@ -321,6 +328,17 @@ def if_of(source, word, within):
         if block and re.search(rf"\b{word}\b", source.code[match.end():end]):
             return Span(match.start(), source.closing(block.end() - 1))
     raise Missing(f"an if on {word}: not found")
+
+
+def update_function(source):
+    """gpt2_update, and its parameters' names: the settings of AdamW, then the ranks; a tenth says that params are to be
+    made from masters (since August 2024)."""
+    function = source.function("gpt2_update")
+    names = function.parameters
+    ninth = rf"\bMultiGpuConfig\s*\*\s*{names[8]}\b" if len(names) in (9, 10) else "$^"
+    if not re.search(ninth, source.code[function.start:function.body.start]):
+        raise Missing(f"gpt2_update has {len(names)} parameters; 9 or 10 were expected, the ninth a MultiGpuConfig*")
+    return function, names
 
 
 def main_model(source):
@@ -431,7 +449,8 @@ def mend_val_every(plan):
     source, main = plan.source, plan.source.function("main")
     if re.search(r"\bval_loss_every\s*(?:<=|>)\s*0", source.code[main.body.start:main.body.end]):
         return MENDED
-    source.find(r"\bint\s+val_loss_every\b", main.body, "val_loss_every in main")
+    if not re.search(r"%\s*val_loss_every\b", source.code[main.body.start:main.body.end]):
+        return MENDED   # nothing is divided by it
     start = source.statement(source.call("multi_gpu_config_init", main.body).start)
     plan.before(start, "if (val_loss_every <= 0) { val_loss_every = 1 << 30; } // first and last step only")
 
@@ -439,10 +458,11 @@ def mend_val_every(plan):
 @mend("gather-order", TRAINER, "with -z 1 parameters are gathered without waiting for the update that writes them",
       covered="update")
 def mend_gather_order(plan):
-    source, function = plan.source, plan.source.function("gpt2_update")
+    source = plan.source
+    function, names = update_function(source)
     if source.calls("cudaStreamWaitEvent", function.body):
         return MENDED
-    config = function.parameters[8]
+    config = names[8]
     start = source.statement(source.call("ncclGroupStart", function.body).start)
     plan.before(start, f"cudaCheck(cudaEventRecord({config}->compute_nccl_sync, main_stream));\n"
                        f"cudaCheck(cudaStreamWaitEvent({config}->nccl_stream, {config}->compute_nccl_sync));")
@@ -451,7 +471,10 @@ def mend_gather_order(plan):
 @mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned", covered="backward")
 def mend_wpe_range(plan):
     source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
-    last = source.calls("multi_gpu_async_reduce_gradient", function.body)[-1]
+    calls = source.calls("multi_gpu_async_reduce_gradient", function.body)
+    if not calls:
+        raise Missing("the call of multi_gpu_async_reduce_gradient: not found")
+    last = calls[-1]
     sizes = declaration(source, last.arguments[1][0], source.block_around(last.start))
     found = list(re.compile(r"\bT\s*\*\s*C\b").finditer(source.code, *sizes))
     if not found and re.search(r"max_seq_len", source.code[sizes.start:sizes.end]):
@@ -476,9 +499,11 @@ def mend_nan_norm(plan):
     source, main = plan.source, plan.source.function("main")
     call = source.call("gpt2_calculate_grad_norm", main.body)
     norm = re.compile(r"(\w+)\s*=\s*$").search(source.code, main.body.start, call.start)
-    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
     if not norm:
         raise Missing("the variable that gpt2_calculate_grad_norm is assigned to: not found")
+    if re.search(rf"!\s*isfinite\s*\(\s*{norm[1]}\s*\)", source.code[call.end:main.body.end]):
+        return MENDED
+    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
     plan.before(Span(choice.start() + 1, choice.start() + 1),
                 f"if (!isfinite({norm[1]})) {{\n"
                 f'    printf0("skipping update: the gradient is not finite\\n");\n'

@@ -67,6 +67,9 @@ def plan_file(path, data, edits, mends):
             done[item.name] = item.apply(plan) == MENDED
         except Missing as error:
             missing.append(f"{path}: {'mend' if item in mends else 'edit'} '{item.name}': {error}")
+        except (IndexError, ValueError):
+            missing.append(f"{path}: {'mend' if item in mends else 'edit'} '{item.name}': "
+                           "a function there has fewer or more arguments than were expected")
     try:
         text, changes = plan.result()
     except Missing as error:
@@ -115,8 +118,10 @@ class Patched:
         if (folder / RECORD).exists():
             try:
                 self.record = json.loads(read(folder / RECORD))
-                assert self.record["version"] == 1
-            except (ValueError, KeyError, TypeError, AssertionError):
+                parts = self.record["files"], self.record["headers"]
+                if self.record["version"] != 1 or not all(isinstance(part, dict) for part in parts):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError):
                 raise Problem(f"{folder / RECORD} cannot be read: restore llm.c from its repository") from None
         elif (folder / FOLDER).exists():
             raise Problem(f"{folder / FOLDER} is there, and was not made by this tool: move it away first")
@@ -192,6 +197,7 @@ def write_all(folder, files, remove=()):
             raise Problem(f"{folder / path} is read-only: nothing was changed; chmod u+w it first")
         if not (parent.stat().st_mode & 0o200 and os.access(parent, os.W_OK)):
             raise Problem(f"{parent} is read-only: nothing was changed; chmod u+w it first")
+    targets.update({path: folder / path for path in remove})
     staged, old, made = {}, {}, []
     try:
         for path, data in files.items():
@@ -200,33 +206,37 @@ def write_all(folder, files, remove=()):
                 if not parent.exists():
                     parent.mkdir()
                     made.append(parent)
-            handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
-            staged[path] = temporary
+            handle, staged[path] = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             if target.exists():
-                shutil.copymode(target, temporary)
+                shutil.copymode(target, staged[path])
             else:
-                os.chmod(temporary, 0o644)
-        for path in files:
-            old[path] = targets[path].read_bytes() if targets[path].exists() else None
-            os.replace(staged[path], targets[path])
-            del staged[path]
-    except OSError as error:
-        for path, data in old.items():
-            if data is None:
+                os.chmod(staged[path], 0o644)
+        for path, target in targets.items():
+            old[path] = (target.read_bytes(), target.stat().st_mode) if target.exists() else None
+            if path in staged:
+                os.replace(staged[path], target)
+                del staged[path]
+            else:
+                target.unlink(missing_ok=True)
+    except BaseException as error:   # an interruption by the keyboard, too
+        for path, before in old.items():
+            if before is None:
                 targets[path].unlink(missing_ok=True)
             elif path not in staged:
-                targets[path].write_bytes(data)
+                targets[path].write_bytes(before[0])
+                os.chmod(targets[path], before[1])
         for temporary in staged.values():
             Path(temporary).unlink(missing_ok=True)
         for parent in reversed(made):
             parent.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise Problem(f"{error.filename or folder}: {error.strerror}: nothing was changed") from None
     for path in remove:
-        (folder / path).unlink(missing_ok=True)
         for parent in (folder / path).parents:
-            if parent == folder or any(parent.iterdir()):
+            if parent == folder or not parent.exists() or any(parent.iterdir()):
                 break
             parent.rmdir()
 
@@ -253,22 +263,22 @@ def patch(folder, left_out, mends_only, check):
             [*work.missing, "Nothing was changed. This llm.c is not built as the patch expects: look for what took the "
              "place of the names above, and adapt dev/llmc/edits.py; a mend can be left out with --no-mend NAME."]))
     headers = {} if mends_only else own_headers()
-    _, kept = patched.headers()
-    kept = [name for name in kept if name in headers]
+    same, kept = patched.headers()
     record = work.record(headers)
-    for name in kept:   # somebody's own changes to a header stay
+    for name in kept:   # somebody's own changes to a header stay, in a patch that needs no headers too
         record["headers"][name] = patched.record["headers"][name]
     files = {f"{FOLDER}/{name}": data for name, data in headers.items() if name not in kept}
-    for path, (data, result, _) in work.files.items():
-        files[path] = result
+    for path, (data, _, _) in work.files.items():   # before the files that need them to be reverted
         files[f"{FOLDER}/unpatched/{path}"] = data
+    files[RECORD] = (json.dumps(record, indent=1) + "\n").encode()
+    for path, (_, result, _) in work.files.items():
+        files[path] = result
     gone = []
     for path, data in patched.originals().items():   # files that an earlier patch changed and this one does not
         if path not in work.files:
             files[path] = data
             gone.append(f"{FOLDER}/unpatched/{path}")
-    gone += [f"{FOLDER}/{name}" for name in patched.headers()[0] if name not in headers]
-    files[RECORD] = (json.dumps(record, indent=1) + "\n").encode()
+    gone += [f"{FOLDER}/{name}" for name in same if name not in headers]
     new = {path: data for path, data in files.items()
            if not (folder / path).exists() or (folder / path).read_bytes() != data}
     for name in kept:

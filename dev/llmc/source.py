@@ -54,10 +54,10 @@ class Source:
         """Behind the bracket that closes the one at `opening`."""
         pairs = {"(": ")", "{": "}", "[": "]"}
         close, depth = pairs[self.code[opening]], 0
-        for match in re.finditer("[" + re.escape(self.code[opening] + close) + "]", self.code[opening:]):
+        for match in re.compile("[" + re.escape(self.code[opening] + close) + "]").finditer(self.code, opening):
             depth += 1 if match[0] != close else -1
             if depth == 0:
-                return opening + match.end()
+                return match.end()
         raise Missing(f"line {self.line(opening)}: a {self.code[opening]!r} that nothing closes")
 
     def split(self, start, end):
@@ -99,7 +99,8 @@ class Source:
         """Calls of a function (not its definition) whose arguments have a word in them."""
         start, end = within or (0, len(self.code))
         found = []
-        for match in re.compile(rf"\b{re.escape(name)}\s*\(").finditer(self.code, start, end):
+        word = re.escape(name)   # first, and what stands before it only then: that is ten times as fast
+        for match in re.compile(rf"{word}(?<!\w{word})\s*\(").finditer(self.code, start, end):
             behind = self.closing(match.end() - 1)
             inside = Span(match.end(), behind - 1)
             if re.search(rf"\b{re.escape(having)}\b" if having else "", self.code[inside.start:inside.end]):
@@ -151,6 +152,20 @@ class Source:
         while self.code[i] != ";":
             i = self.closing(i) if self.code[i] in "([{" else i + 1
         return Span(start, i + 1)
+
+    def product_end(self, offset):
+        """Where a product of names, numbers, calls and brackets ends; offset: behind one of its asterisks."""
+        while True:
+            factor = re.compile(r"\s*(?:\w+(?:\s*(?:->|\.|::)\s*\w+)*)?").match(self.code, offset)
+            offset = factor.end()
+            while self.code[offset] in "([":
+                offset = self.closing(offset)
+            if not factor[0].strip() and offset == factor.end():
+                raise Missing(f"line {self.line(offset)}: a product that goes on with {self.code[offset]!r}")
+            more = re.compile(r"\s*\*").match(self.code, offset)
+            if not more:
+                return offset
+            offset = more.end()
 
     def if_around(self, offset):
         """The whole if (...) { } whose block is the innermost around an offset."""

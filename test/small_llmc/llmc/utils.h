@@ -1,0 +1,26 @@
+// Files and memory that end the program when they fail.
+#pragma once
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+inline void must(bool good, const char* what, const char* name) {
+    if (good) return;
+    fprintf(stderr, "small_llmc: cannot %s %s\n", what, name);
+    exit(EXIT_FAILURE);
+}
+inline FILE* fopenCheck(const char* name, const char* how) {
+    FILE* opened = fopen(name, how);
+    must(opened != NULL, "open", name);
+    return opened;
+}
+inline void freadCheck(void* to, size_t size, size_t n, FILE* f) {
+    must(fread(to, size, n, f) == n, "read", "a file"); }
+inline void fwriteCheck(const void* p, size_t size, size_t n, FILE* f) {
+    must(fwrite(p, size, n, f) == n, "write", "a file"); }
+inline void* mallocCheck(size_t bytes) {
+    void* got = malloc(bytes);
+    must(got != NULL, "allocate", "host memory");
+    return got;
+}
