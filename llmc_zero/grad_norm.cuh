@@ -29,6 +29,7 @@ typedef struct ZeroScalars {
     uint64_t t;              /* updates applied so far, this step's included unless it is skipped */
     uint64_t skipped;        /* steps dropped because a gradient was not finite */
     uint64_t skipped_in_row; /* of these, how many have just followed one another */
+    uint64_t skipped_before; /* the same before this step, for zero_norm_again */
     uint64_t dropped;        /* steps dropped by the caller (zero_skip) */
     double passenger_sum;    /* the caller's numbers added up in rank order */
     float norm;              /* global norm of the mean gradient, before clipping */
@@ -226,6 +227,7 @@ static __global__ void zero_norm_finish_kernel(const double* sums, const Setting
         return;
     }
     s->grad_factor = (float)factor;
+    s->skipped_before = s->skipped_in_row;
     s->skipped_in_row = 0;
     s->t++;
     zero_prepare_update(s, settings);
@@ -240,7 +242,7 @@ static __global__ void zero_norm_again_kernel(const double* sums, const Settings
     s->skip = zero_decide(sums, settings, &norm, &factor, &passenger);
     if (s->skip) {
         s->skipped++;
-        s->skipped_in_row++;
+        s->skipped_in_row = s->skipped_before + 1;
         s->t--;
         return;
     }

@@ -129,8 +129,8 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
         if (all[r] != all[0])
             result = zero_error(
                 ZERO_ERROR_ARGUMENT,
-                "rank %d has another model, stage, bucket size, reduction or overlap than rank 0 (rank "
-                "%d: stage %d, %d buckets, %zu elements): start all ranks with the same flags",
+                "rank %d was started with other flags or another model than rank 0 (rank %d: stage %d, %d "
+                "buckets, %zu elements): start all ranks alike",
                 r, z->rank, z->config.stage, layout->buckets_count, layout->model_count);
     free(all);
     return result;

@@ -46,9 +46,11 @@ def tree(tmp_path):
 
 @pytest.fixture
 def patch(tree, capsys):
-    """patch(flags ...): (exit code, all that was printed)."""
-    def call(*flags, folder=tree):
-        code = tool.main([*map(str, flags), str(folder)])
+    """patch(flags ...): (exit code, all that was printed). The small trainer has macros and functions of its own in
+    what is replaced: drop says that they may go."""
+    def call(*flags, folder=tree, drop=True):
+        drops = ["--drop-own-code"] if drop and not set(flags) & {"--revert", "--mends-only"} else []
+        code = tool.main([*map(str, flags), *drops, str(folder)])
         printed = capsys.readouterr()
         return code, printed.out + printed.err
     return call
@@ -129,7 +131,7 @@ def test_as_a_program(tree, patch, capsys):
         for flag in ("--check", "--revert", "--mends-only"):
             assert patch(flag, folder=folder) == (1, f"{folder} is not a folder\n")
     assert snapshot(tree) == before
-    for words, code in (([], 0), (["--revert"], 0), (["--no-mend", "nothing"], 2), (["nowhere"], 2)):
+    for words, code in ((["--drop-own-code"], 0), (["--revert"], 0), (["--no-mend", "nothing"], 2), (["nowhere"], 2)):
         result = subprocess.run([sys.executable, TOOL / "patch.py", tree, *words], capture_output=True,
                                 text=True)
         assert result.returncode == code and "Traceback" not in result.stderr
@@ -179,7 +181,7 @@ def test_mends_can_be_left_out(tree, patch):
 
 def test_no_mend_before_the_folder(tree, capsys):
     for words in (["--no-mend", str(tree)], ["--no-mend", "all", str(tree)], [str(tree), "--no-mend"]):
-        assert tool.main(words) == 0
+        assert tool.main(["--drop-own-code", *words]) == 0
         said = capsys.readouterr().out
         assert all(name in said.partition("left out: ")[2] or "patched already" in said for name in MENDS)
         assert b"> False;" in (tree / "llmc/cuda_common.h").read_bytes().replace(b"  ", b" ")
@@ -346,6 +348,7 @@ ANCHORS = {
                 (r"void gpt2_free\(GPT2\* gpt\) \{",
                  "void gpt2_free(GPT2* gpt) { ParameterTensors p = gpt->params;",
                  "p.TENSOR + layer * size: not found")],
+    "nothing else in test": [(r"(int main\([^)]*\)\s*\{)", r"\1 GPT2* p = 0; use(p->params.wte);", "uses the buffers")],
     "nothing else": [(r"a\.x, gpt->inputs, w\.wte", "a.x, gpt->inputs, gpt->params.wte", "uses the buffers"),
                      (r"d\.wte, NULL", "gpt->grads.wte, NULL", "uses the buffers"),
                      (r"(void save_state\([^)]*\)\s*\{)", r"\1 use((float*)gpt->params_memory + 7);",
@@ -386,8 +389,8 @@ ANCHORS = {
               (*named("gpt2_init_common"), "the call of gpt2_init_common"),
               (r"  -z stage", "  zero stage", "the help on -z in error_usage"),
               (r"void error_usage", "void other_usage", "the definition of error_usage")],
-    "clip": [(r"shrink = norm", "shrink = 1.0f; shrink += norm", "max norm / norm in shrink"),
-             (r"most / norm", "divided(most, norm)", "max norm / norm in shrink"),
+    "clip": [(r"shrink = norm", "shrink = 1.0f; shrink += norm", "shrink in main: found 2 times"),
+             (r"most / norm", "divided(most, norm)", "LIMIT / norm : 1 was expected"),
              (r"decay, shrink, step", "decay, 1.0f, step", "1.0f in main"),
              (r"decay, shrink, step \+ 1, &multi_gpu_config", "{}",
               "fewer or more arguments than were expected")],
@@ -685,8 +688,67 @@ def test_writing_that_fails_on_the_nth_file_changes_nothing(tree, patch, monkeyp
 def test_other_functions_that_copy_the_pointers_are_patched_too(tree, patch):
     """A fork's own evaluation, say: its pointers would lead elsewhere in a layer-major buffer."""
     more = ("float look(GPT2& other) {\n    ParameterTensors q = other.params;\n"
-            "    for (int k = 0; k < 2; k++) { use(q.fcw + k * 4 * 23, q.wte); }\n}\n")
+            "    for (int k = 0; k < num_layers; k++) { use(q.fcw + k * 4 * 23, q.wte); }\n}\n")
     (tree / "train_gpt2.cu").write_text((SMALL / "train_gpt2.cu").read_text() + more)
     assert patch()[0] == 0
     assert ("use(zero_gpt2_param(&other, q.fcw, k), zero_gpt2_param(&other, q.wte, 0));"
             in (tree / "train_gpt2.cu").read_text())
+
+
+@pytest.mark.parametrize("before, after, word", [
+    (r"(void gpt2_update\([^)]*\)\s*\{)", r"\1 lion_step(gpt);", "lion_step"),
+    (r"(float gpt2_calculate_grad_norm\([^)]*\)\s*\{)", r"\1 loss_scale *= 2;", "loss_scale"),
+    (r"(void gpt2_update\([^)]*\)\s*\{)", r"\1 float wd = i == 0 || i == 5 ? decay : 0;", "tensors 0, 5")])
+def test_a_forks_own_code_is_not_dropped_without_a_word(tree, patch, before, after, word):
+    """Names from elsewhere in what an edit replaces: what they do would be lost."""
+    change(tree, "train_gpt2.cu", before, after)
+    untouched = snapshot(tree)
+    code, said = patch(drop=False)
+    assert (code, snapshot(tree)) == (1, untouched) and word in said and "--drop-own-code" in said
+    assert patch()[0] == 0
+
+
+@pytest.mark.parametrize("use", [
+    "&w.qkvw[l * 3 * C]", "l * 3 * C + w.qkvw", "w.qkvw + (size_t)l * 3 * C", "w.qkvw + 3 * C * l", "w.wpe + l * C",
+    "w.qkvw + (2 * l) * C", "hand_on(w, l)", "w.qkvw + off"])
+def test_pointers_that_could_be_guessed_wrong_are_refused(tree, patch, use):
+    change(tree, "train_gpt2.cu", r"(floatX\* proj = )", rf"auto x = {use};\n        \1")
+    before = snapshot(tree)
+    code, said = patch()
+    assert (code, snapshot(tree)) == (1, before) and "train_gpt2.cu: edit '" in said, said
+
+
+def test_a_loop_over_something_else_is_no_layer(tree, patch):
+    change(tree, "train_gpt2.cu", r"(floatX\* proj = )",
+           r"for (int b = 0; b < B; b++) use(w.qkvw + b * C);\n        \1")
+    assert patch()[0] == 1
+
+
+def test_a_flag_that_is_taken_is_refused(tree, patch):
+    change(tree, "train_gpt2.cu", r"(const char \*flag = words\[w\] \+ 1)", r"if (words[w][1] == 'K') exit(1);\n        \1")
+    code, said = patch()
+    assert code == 1 and "-K is a flag of this llm.c already" in said
+
+
+def test_the_clip_rule_must_be_llm_cs(tree, patch):
+    for rule in ("most > 0 && norm > most ? most / norm : 1.0f", "norm > most ? most / norm : 2.0f"):
+        change(tree, "train_gpt2.cu", r"norm > most \? most / norm : 1\.0f", rule)
+        assert patch()[0] == 1
+        shutil.copy(SMALL / "train_gpt2.cu", tree / "train_gpt2.cu")
+
+
+def test_files_restored_by_hand_at_another_version(tree, patch):
+    """git stash, git pull, and patch again: what upstream has changed since stays, and is patched."""
+    assert patch()[0] == 0
+    for path in files_of_all():
+        shutil.copy(SMALL / path, tree / path)
+    for path in ("train_gpt2.cu", "llmc/logger.h"):
+        (tree / path).write_text("// a newer version\n" + (tree / path).read_text())
+    newer = contents(tree)
+    assert patch()[0] == 0 and "// a newer version" in (tree / "train_gpt2.cu").read_text()
+    assert patch("--revert")[0] == 0
+    assert {path: data for path, data in newer.items() if path.parts[0] != "llmc_zero"} == contents(tree)
+
+
+def files_of_all():
+    return sorted({e.file for e in edits.EDITS} | {file for m in edits.MENDS for file in m.files})

@@ -58,7 +58,8 @@ def program(tmp_path_factory):
         if not tree.exists():
             shutil.copytree(SMALL, tree)
             if flags is not None:
-                subprocess.run([sys.executable, TOP / "dev/llmc/patch.py", tree, *flags], check=True,
+                own = [] if "--mends-only" in flags else ["--drop-own-code"]   # its macros and kernels
+                subprocess.run([sys.executable, TOP / "dev/llmc/patch.py", tree, *flags, *own], check=True,
                                stdout=subprocess.PIPE)
         if not made.exists():
             words = [TOP / "dev/cpu/nvcc", "-std=c++17", "-O1", "-Xcompiler",

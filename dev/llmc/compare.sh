@@ -74,6 +74,7 @@ case $precision in BF16 | FP32) ;; *) die "--precision $precision: BF16 or FP32"
 [[ -n $dir ]] || die "DIR is missing: the folder of llm.c; --help says more"
 source=$(of_caller "$dir")
 [[ -d $source ]] || die "$dir is not a folder"
+case $(cd "$source" && pwd -P)/ in "$(pwd -P)/$work/"*) die "$dir is a folder of this script, which empties it" ;; esac
 for file in train_gpt2.cu llmc/zero.cuh; do
     [[ -f $source/$file ]] || die "$dir is no checkout of llm.c: it has no $file"
 done
@@ -304,6 +305,11 @@ name=$(printf 'model_%08d.bin' "$steps")
 clipped=$(sed -n 's/.* norm:\([^ ]*\).*/\1/p' "$work/z0/main.log" | awk '$1 > 1 { n++ } END { print n + 0 }')
 smaller=$(awk -v off="$(state_bytes z0)" -v on="$(state_bytes z1)" -v ranks="$ranks" \
     'BEGIN { print !(on * ranks >= off && on * ranks <= off * 1.01 + 8192 * ranks) }')
+finite=$(grep -c '^s:[0-9]* trl:[0-9]' "$work/z1/main.log" || true)
+learns=0   # NaN equals NaN, and weights that stay equal themselves
+((finite == steps)) || learns=1
+[[ $model != *.bin ]] || ! (cd "$work" && cmp -s "$model" "z1/$name") || learns=1
+check $learns "$finite of $steps steps have a loss, and the weights have changed"
 check "$wrong" "loss, norm, validation loss: the same digits; clipped in $clipped of $steps steps"
 model_wrong=0
 if ! said=$(cmp "$work/z0/$name" "$work/z1/$name" 2>&1); then model_wrong=1; echo "$said"; fi
@@ -315,7 +321,7 @@ if [[ -n $speed ]]; then   # sums in another order, weights rounded at random: a
         plain_wrong=1
     check $plain_wrong "llm.c without llmc_zero: about the same loss (${said##*compared, })"
 fi
-for what in "$wrong:the logs differ" "$model_wrong:the model files differ" \
+for what in "$learns:nothing was learnt, so nothing was compared" "$wrong:the logs differ" "$model_wrong:the model files differ" \
     "$smaller:$state is not 1/$ranks of off" "$plain_wrong:llm.c without llmc_zero learns something else"; do
     [[ ${what%%:*} == 0 ]] || echo "compare: FAILED: ${what#*:}"
 done

@@ -19,6 +19,25 @@ OPTIONAL = {"test_gpt2.cu"}   # a fork may do without
 MENDED = "mended"             # what a mend returns where there is nothing left to do
 
 
+# The names in what edits take out of llm.c. Another name there, unless it is declared there too, is a fork's own and its
+# effect would be lost.
+KNOWN = set("""
+    if else for return const bool int float long void char size_t ptrdiff_t unsigned sizeof true false nullptr NULL auto
+    assert endif ifdef defined continue break MULTI_GPU NUM_PARAMETER_TENSORS NVTX_RANGE_FN NvtxRange IO_BUF_SIZE EXIT_FAILURE CEIL_DIV ShardInfo
+    MultiGpuConfig floatX dim3 exit fprintf stderr printf0 sqrtf random_u32 C T V Vp L i l f t
+    cudaCheck cudaMalloc cudaMallocConditionallyManaged cudaMemset cudaMemsetAsync cudaMemcpy cudaMemcpyHostToDevice
+    cudaMemcpyDeviceToHost cudaGetLastError cudaDeviceSynchronize ncclCheck ncclAllReduce ncclAllGather ncclGroupStart
+    ncclGroupEnd ncclFloat ncclFloatX ncclSum adamw_update init_from_master copy_and_cast_kernel device_to_file
+    file_to_device global_norm_squared global_sum_deterministic get_max_num_block_sums gpt2_get_tensor_at_layer
+    gpt2_update malloc_and_point_parameters multi_gpu_async_reduce_gradient multi_gpu_get_shard_offset
+    multi_gpu_config model config acts output params grads params_memory grads_memory m_memory v_memory master_weights
+    param_elements param_sizeof num_parameters num_parameters_bytes num_layers num_processes shard_num_parameters
+    zero_stage nccl_comm nccl_stream main_stream use_master_weights init_state init_master_weights rng_state
+    rng_state_last_update offset size last_step model_file state_file state_header params_memory_cpu memory_status
+    wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb dl_ln1w dl_ln1b dl_qkvw
+    dl_qkvb dl_attprojw dl_attprojb dl_ln2w dl_ln2b dl_fcw dl_fcb dl_fcprojw dl_fcprojb""".split())
+
+
 class Plan:
     """The changes of one file. Offsets are those of the original text; changes must not overlap."""
 
@@ -27,6 +46,20 @@ class Plan:
         self.newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
         self.changes = []
         self.edit = None   # name of the edit that is being applied
+        self.lost = []     # what a fork has of its own in places that edits replace
+
+    def replaces_code(self, start, end):
+        """Notes names of a fork's own in code that an edit takes out; locals of the function are none."""
+        code = self.source.code
+        top, bottom = self.source.function_around(start)
+        local = set(re.findall(r"\w[\s*&>]+(\w+)\s*(?:=|;|\[|\{|,|\()", code[top:bottom]))
+        local |= set(re.findall(r",\s*\*?\s*(?:const\s+)?(\w+)\s*=", code[top:bottom]))
+        local |= set(re.findall(r"(\w+)\s*(?:=[^,()]*)?[,)]", code[top:code.index("{", top)]))
+        own = [word for word in dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code[start:end]))
+               if word not in KNOWN and (word not in local or re.search(rf"(?<!\w)(?<!\w\s){word}\s*\(", code[start:end]))]
+        if own:
+            self.lost.append(f"line {self.source.line(start)}: edit '{self.edit}' replaces code with names of this "
+                             f"fork's own: {', '.join(own)}")
 
     def change(self, start, end, text):
         text = text.replace("\r\n", "\n").replace("\n", self.newline)   # some of it may be the file's own
@@ -37,6 +70,8 @@ class Plan:
 
     def replace(self, span, text):
         """Replaces statements by lines of text, indented as they were; no text: takes their lines out."""
+        if self.edit not in {m.name for m in MENDS}:
+            self.replaces_code(*span)
         lines = self.source.whole_lines(span)
         if lines is None:
             self.change(*span, " ".join(text.split("\n")))
@@ -56,6 +91,7 @@ class Plan:
     def body(self, function, text):
         """Replaces the body of a function; a range for the profiler stays."""
         code = self.source.code[function.body.start:function.body.end]
+        self.replaces_code(*function.body)
         if re.search(r"\bNVTX_RANGE_FN\s*\(", code):
             text = "NVTX_RANGE_FN();\n" + text
         self.change(*function.body, "\n" + "".join(f"    {line}\n" for line in text.split("\n")))
@@ -139,6 +175,7 @@ def edit_files(plan):
                  f"zero_gpt2_params_from_host({function.parameters[0]}, {call.arguments[1][0]});")
 
 
+WITHOUT_LAYER = {"wte", "wpe", "lnfw", "lnfb"}
 COPY = r"\bParameterTensors\s+(\w+)\s*=\s*([\w.>-]*?)\s*(->|\.)\s*(param|grad)s\s*;"   # of model->params
 
 
@@ -158,19 +195,36 @@ def pointers(plan, kind, expected):
 
 def uses(plan, name, model, kind, block):
     source, layered = plan.source, 0
-    for match in re.compile(rf"(?<!\.)(?<!->)\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *block):
+    whole = re.compile(rf"(?<![\w.>]){name}\b(?!\s*\.|\s*=)").search(source.code, *block)
+    if whole:
+        raise Missing(f"line {source.line(whole.start())}: {name} is handed on as a whole")
+    for match in re.compile(rf"(?<![.>])\b{name}\s*\.\s*(\w+)\b").finditer(source.code, *block):
         if plan.replaced(match.start()):
             continue
-        layer = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
-        offset = re.compile(r"\s*[-+\[]").match(source.code, match.end())
-        if offset and not (layer and re.search(rf"\b{source.for_around(match.start())[1]}\b", layer[1])):
-            raise Missing(f"line {source.line(match.start())}: {match[0]} + layer * size, the layer first: not found")
-        end = source.product_end(layer.end()) if layer else match.end()
-        plan.change(match.start(), end,
-                    f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer[1] if layer else 0})")
-        layered += bool(layer)
+        layer, end = layer_of(source, match)
+        plan.change(match.start(), end, f"zero_gpt2_{kind}({model}, {name}.{match[1]}, {layer or 0})")
+        layered += layer is not None
     if layered == 0:
         raise Missing(f"{name}.TENSOR + layer * size: not found")
+
+
+def layer_of(source, match):
+    """(layer or None, end) of `copy.NAME + layer * size` or `copy.NAME`. The layer comes first and is the variable of a
+    loop over layers; a part that was guessed wrong would be a wrong gradient without a word."""
+    problem = f"line {source.line(match.start())}: {match[0]} + layer * size, the layer first: not found"
+    in_front = source.code[:match.start()].rstrip()[-1]
+    behind = re.compile(r"\s*([-+\[])").match(source.code, match.end())
+    if in_front in "+-*/&%":
+        raise Missing(problem)
+    if not behind:
+        return None, match.end()
+    product = re.compile(r"\s*\+\s*(\((?:[^()]|\([^()]*\))*\)|\w+)\s*\*").match(source.code, match.end())
+    loop, variable = source.for_around(match.start())
+    head = source.code[loop.start:source.code.index("{", loop.start)]
+    if (not product or match[1] in WITHOUT_LAYER or not re.search(r"\bL\b|layers", head)
+            or not re.fullmatch(rf"\(?\s*{variable}\s*(?:[-+]\s*1\s*)?\)?", product[1])):
+        raise Missing(problem)
+    return product[1], source.product_end(product.end())
 
 
 @edit("backward", TRAINER, "gpt2_backward_and_reduce: a layer's gradients leave when the layer is done")
@@ -198,9 +252,13 @@ def edit_backward(plan):
     pointers(plan, "grad", ["gpt2_backward_and_reduce"])
 
 
-@edit("forward", TRAINER, "gpt2_forward: each tensor is waited for where it is used")
+@edit("forward", TRAINER, "gpt2_forward: each tensor is waited for where it is used; no wait for a peer is for ever")
 def edit_forward(plan):
     pointers(plan, "param", ["gpt2_forward", "gpt2_backward_and_reduce"])
+    for name in ("gpt2_forward", "gpt2_backward_and_reduce"):
+        function = plan.source.function(name)
+        for wait in plan.source.calls("cudaDeviceSynchronize", function.body):
+            plan.replace(plan.source.statement(wait.start), f"zero_gpt2_wait({function.parameters[0]});")
 
 
 @edit("tensor at layer", TRAINER, "gpt2_get_tensor_at_layer: offsets of the layer-major buffer")
@@ -218,6 +276,11 @@ def edit_norm(plan):
 @edit("update", TRAINER, "gpt2_update: one fused launch a bucket, its gather behind it, in place of sixteen launches")
 def edit_update(plan):
     function, names = update_function(plan.source)
+    decays = re.findall(r"==\s*(\d+)", "".join(re.findall(r"\bfloat\s+wd\s*=[^;]*;",
+                                                         plan.source.code[function.body.start:function.body.end])))
+    if decays and decays != "0 1 4 6 10 12".split():
+        plan.lost.append(f"edit '{plan.edit}': weight decay is for tensors {', '.join(decays)} here, in llm.c for 0, 1, "
+                         "4, 6, 10, 12: change zero_gpt2_tensors in llmc_zero/gpt2.cuh")
     state = names[0] + "->rng_state"
     saved = f"{state}_last_update = {state}; // goes into state files\n"
     plan.body(function, (saved if re.search(r"\brng_state_last_update\b", plan.source.code) else "")
@@ -243,7 +306,7 @@ def edit_state_files(plan):
         last = if_of(source, "use_master_weights", Span(first.end, function.body.end))
         file = first.arguments[0 if write else 1][0]
         plan.replace(Span(source.statement(first.start).start, last.end),
-                     f"zero_gpt2_state_{adapter}_file({model}, {file});")
+                     f"zero_gpt2_state_{adapter}_file({model}, {file}{'' if write else ', *' + function.parameters[0]});")
         plan.replace(declaration(source, "shard_num_parameters", function.body), "")
 
 
@@ -253,7 +316,11 @@ def edit_flags(plan):
     chain = source.find(r"\belse\s*\{\s*error_usage\s*\(", main.body, "the end of main's chain of flags")
     loop, index = source.for_around(chain.start())
     arguments = main.parameters[1]
-    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O, -H")
+    taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KROH])'").search(source.text, *main.body)
+    if taken:
+        raise Missing(f"line {source.line(taken.start())}: -{taken[1]} is a flag of this llm.c already")
+    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O, -H\n"
+                f"zero_settings.flags = zero_gpt2_flags({main.parameters[0]}, {arguments});")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
     stage = source.call("set_zero_configs", main.body).arguments[1][0]
@@ -271,10 +338,13 @@ def edit_flags(plan):
 def edit_clip(plan):
     source, main = plan.source, plan.source.function("main")
     scale = source.call("gpt2_update", main.body).arguments[6][0]
-    found = source.find(rf"\b{re.escape(scale)}\s*=", main.body, f"{scale} in main")
+    found = source.find(rf"\b{re.escape(scale)}\s*(?:[-+*/]\s*)?=", main.body, f"{scale} in main")
     statement = source.statement(found.start())
-    limit = source.find(r"(\w+)\s*/\s*\w+", Span(found.end(), statement.end), f"max norm / norm in {scale}")
-    plan.change(found.end(), statement.end - 1, f" zero_gpt2_clip({limit[1]})")
+    rule = re.fullmatch(r"\s*\(?\s*(\w+)\s*>\s*(\w+)\s*\)?\s*\?\s*\2\s*/\s*\1\s*:\s*1(?:\.0*)?f?\s*;",
+                        source.code[found.end():statement.end])
+    if not rule:
+        raise Missing(f"line {source.line(found.start())}: {scale} = norm > LIMIT ? LIMIT / norm : 1 was expected")
+    plan.change(found.end(), statement.end - 1, f" zero_gpt2_clip({rule[2]})")
 
 
 @edit("any size", "llmc/zero.cuh", "set_zero_configs: no size has to divide by the number of ranks")
@@ -296,19 +366,32 @@ def edit_test(plan):
                  f"zero_gpt2_grads_to_host({main_model(source)}, {call.arguments[0][0]});")
 
 
-@edit("nothing else", TRAINER, "no other line may rely on the order of llm.c's buffers, which is another one now")
-def edit_leftovers(plan):
-    source, found = plan.source, []
-    fine = [match.span() for match in re.compile(COPY).finditer(source.code)] + [source.function("gpt2_free").body]
-    for match in re.compile(r"(?:->|\.)\s*(?:params|grads|(?:params|grads|m|v)_memory|master_weights)\b").finditer(source.code):
+BUFFERS = r"(?:->|\.)\s*(?:params|grads|(?:params|grads|m|v)_memory|master_weights)\b"
+
+
+def nothing_else(plan, fine):
+    source = plan.source
+    found = [call.start for call in source.calls("multi_gpu_async_reduce_gradient") if not plan.replaced(call.start)]
+    fine = fine + [match.span() for match in re.compile(COPY).finditer(source.code)]
+    for match in re.compile(BUFFERS).finditer(source.code):
         known = plan.replaced(match.start()) or any(start <= match.start() < end for start, end in fine)
         negated = re.search(r"!\s*\w+$", source.code[max(0, match.start() - 80):match.start()])
         if not (known or negated or re.compile(r"\s*(?:[=!]=|=[^=])").match(source.code, match.end())):
-            found.append(source.line(match.start()))
+            found.append(match.start())
     if found:
-        raise Missing(f"line {', '.join(map(str, found))}: uses the buffers of parameters, gradients or state in a way that "
-                      "is unknown here; write it with zero_gpt2_param, zero_gpt2_grad or zero_gpt2_tensor_at_layer "
-                      "(llmc_zero/gpt2.cuh)")
+        raise Missing(f"line {', '.join(str(source.line(at)) for at in sorted(found))}: uses the buffers of parameters, "
+                      "gradients or state in a way that is unknown here; write it with zero_gpt2_param, zero_gpt2_grad "
+                      "or zero_gpt2_tensor_at_layer (llmc_zero/gpt2.cuh)")
+
+
+@edit("nothing else", TRAINER, "no other line may rely on the order of llm.c's buffers, which is another one now")
+def edit_leftovers(plan):
+    nothing_else(plan, [plan.source.function("gpt2_free").body])
+
+
+@edit("nothing else in test", "test_gpt2.cu", "nor may one of test_gpt2.cu")
+def edit_test_leftovers(plan):
+    nothing_else(plan, [])
 
 
 # ---- places that several edits look for
@@ -326,7 +409,10 @@ def if_of(source, word, within):
         end = source.closing(match.end() - 1)
         block = re.compile(r"\s*\{").match(source.code, end)
         if block and re.search(rf"\b{word}\b", source.code[match.end():end]):
-            return Span(match.start(), source.closing(block.end() - 1))
+            span = Span(match.start(), source.closing(block.end() - 1))
+            if re.compile(r"\s*else\b").match(source.code, span.end):
+                raise Missing(f"line {source.line(span.start)}: an if on {word} without else: not found")
+            return span
     raise Missing(f"an if on {word}: not found")
 
 

@@ -36,6 +36,7 @@ typedef struct ZeroGpt2Settings {
     ZeroReduction reduction;
     int overlap;
     int hash_every; /* -H: compare the ranks' parameters every so many steps; 0: at the end only */
+    uint64_t flags; /* zero_gpt2_flags: must be the same on all ranks */
 } ZeroGpt2Settings;
 
 typedef struct ZeroGpt2 {
@@ -83,8 +84,21 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 /* ------------------------------------------------------------------ flags */
 
 static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1, 0};
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1, 0, 0};
     return settings;
+}
+
+/* One number of all flags but those that may differ: files and folders (-i, -j, -e, -o) and how ranks meet (-p?). Ranks
+   with other steps, batches, rates or -H would wait for one another, or train their slices each in its own way. */
+static inline uint64_t zero_gpt2_flags(int argc, char** argv) {
+    uint64_t hash = 0;
+    for (int i = 1; i + 1 < argc; i += 2) {
+        if (argv[i][0] == '-' && argv[i][1] && strchr("ijeop", argv[i][1])) continue;
+        for (int word = i; word <= i + 1; word++)
+            for (const char* c = argv[word]; c == argv[word] || c[-1]; c++)
+                hash = zero_mix(hash * 257 + (unsigned char)*c + 1);
+    }
+    return hash;
 }
 
 static inline void zero_gpt2_usage(void) {
@@ -179,6 +193,8 @@ static inline ZeroResult zero_gpt2_describe(GPT2* model, int ranks) {
     zero->names = (char(*)[32])calloc(segments_max, sizeof(*zero->names));
     config.units_apart = zero->settings.units_apart;
     config.bucket_bytes = (size_t)(zero->settings.bucket_mb * 1e6);
+    if (zero->settings.bucket_mb > 0.0 && config.bucket_bytes == 0)
+        config.bucket_bytes = 1; /* 0 is one bucket */
     if (!segments || !zero->names)
         result = zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu segments", segments_max);
     if (layers < 1) result = zero_error(ZERO_ERROR_ARGUMENT, "%d layers; a model has at least 1", layers);
@@ -247,7 +263,7 @@ static inline void zero_gpt2_allocate_weights(GPT2* model) {
     zeroCheck(zero_gpt2_find_stride(zero));
     zeroCheck(zero_init(&zero->z, &config, &zero->layout, multi_gpu_config.process_rank, comm, main_stream,
                         &zero->memory));
-    zeroCheck(zero_check_settings(&zero->z, 0));
+    zeroCheck(zero_check_settings(&zero->z, zero->settings.flags));
     zeroCheck(zero_alloc_params(&zero->z, NULL));
     model->params_memory = zero->z.params;
     zero_gpt2_point(zero, &model->params, model->params_memory);
@@ -269,6 +285,7 @@ static inline void zero_gpt2_allocate_state(GPT2* model) {
     for (int i = 0; i < arrays; i++)
         printf0("allocating %zu MiB for %s\n", (own * sizeof(float)) >> 20, names[i]);
     zeroCheck(zero_alloc_state(z));
+    zeroCheck(zero_check_replicas(z, NULL)); /* or each rank would give its slices of another model (-e) */
     model->m_memory = z->exp_avg;
     model->v_memory = z->exp_avg_sq;
     model->master_weights = z->masters;
@@ -383,7 +400,9 @@ static inline int zero_gpt2_unit(const ZeroGpt2* zero, const ParameterTensors* t
                                  size_t layer) {
     floatX* const* pointers = (floatX* const*)tensors;
     for (int i = 0; i < NUM_PARAMETER_TENSORS; i++)
-        if (pointers[i] == first) return zero->layout.segments[zero_gpt2_segment(zero, i, (int)layer)].unit;
+        if (pointers[i] == first &&
+            layer < (size_t)(zero_gpt2_tensors[i].per_layer ? zero_gpt2_layers(zero) : 1))
+            return zero->layout.segments[zero_gpt2_segment(zero, i, (int)layer)].unit;
     return -1; /* zero_params_acquire says what is wrong with it */
 }
 
@@ -440,6 +459,9 @@ static inline void zero_gpt2_layer_done(GPT2* model, int layer) {
     zeroCheck(zero_grads_ready(&zero->z, 1 + layer));
 }
 
+/* In place of cudaDeviceSynchronize at the end of forward and backward, which would wait for ever for a peer that died. */
+static inline void zero_gpt2_wait(GPT2* model) { zeroCheck(zero_comm_drain(&model->zero->z.comm)); }
+
 /* The embeddings' gradients are complete. */
 static inline void zero_gpt2_backward_done(GPT2* model) { zeroCheck(zero_grads_ready(&model->zero->z, 0)); }
 
@@ -451,7 +473,7 @@ static inline float zero_gpt2_grad_norm(GPT2* model) {
 }
 
 /* A grad_scale for gpt2_update that has the device clip the norm to max_norm. */
-static inline float zero_gpt2_clip(float max_norm) { return -max_norm; }
+static inline float zero_gpt2_clip(float max_norm) { return max_norm > 0.0f ? -max_norm : 1.0f; }
 
 /* llm.c passes floats: 0.999f is meant to be 0.999, and 1 - 0.999f is off by 1.3e-5. */
 static inline double zero_gpt2_decimal(float x) {
@@ -554,17 +576,23 @@ static inline void zero_gpt2_state_to_file(GPT2* model, FILE* file) {
     if (header.masters) zero_gpt2_masters_and_file(model, file, ZERO_GPT2_TO_HOST);
 }
 
-/* Reads what zero_gpt2_state_to_file wrote; with masters the parameters are made from them. */
-static inline void zero_gpt2_state_from_file(GPT2* model, FILE* file) {
+/* Reads what zero_gpt2_state_to_file wrote; with masters the parameters are made from them. step: of this rank's file;
+   ranks that found files of different steps (folders that are not shared) end. */
+static inline void zero_gpt2_state_from_file(GPT2* model, FILE* file, int step) {
     const ZeroGpt2StateHeader expected = zero_gpt2_state_header(model);
     const size_t bytes = expected.state_count * sizeof(float);
     ZeroGpt2StateHeader header;
     void* params;
+    zeroCheck(zero_check_settings(&model->zero->z, (uint64_t)step));
     freadCheck(&header, sizeof(header), 1, file);
     if (header.magic != expected.magic || header.version != expected.version)
         zeroCheck(zero_error(ZERO_ERROR_SYSTEM,
                              "the state file was written by llm.c without llmc_zero: resume with that, "
                              "or start again from its model file (-e)"));
+    if (header.element_bytes != expected.element_bytes)
+        zeroCheck(zero_error(
+            ZERO_ERROR_SYSTEM, "the state file is of a %s run, this one is %s: resume with the same",
+            header.element_bytes == 2 ? "BF16" : "FP32", sizeof(floatX) == 2 ? "BF16" : "FP32"));
     if (header.stage != expected.stage || header.ranks != expected.ranks || header.plan != expected.plan ||
         header.padded_count != expected.padded_count || header.model_count != expected.model_count)
         zeroCheck(zero_error(

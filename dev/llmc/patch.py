@@ -5,6 +5,7 @@
     dev/llmc/patch.py DIR --check         say what would be done, and whether it can be; write nothing
     dev/llmc/patch.py DIR --revert        take it back; edits of your own stay
     dev/llmc/patch.py DIR --no-mend NAME  leave a mend of llm.c's own faults out (NAME,NAME; all of them: all)
+    dev/llmc/patch.py DIR --drop-own-code replace what a fork has changed inside of the functions that are replaced
     dev/llmc/patch.py DIR --mends-only    only the mends: plain llm.c without these faults, to compare with
 
 Every place to change is found by names that stand there (functions, variables), and has to be found exactly once:
@@ -58,7 +59,7 @@ def own_headers():
 # ---------------------------------------------------------------------------- what to change
 
 def plan_file(path, data, edits, mends):
-    """Applies edits and mends to one file: (bytes, changes, {mend: already there}, [what is missing])."""
+    """Applies edits and mends to one file: (bytes, changes, {mend: already there}, [missing], [lost])."""
     plan = Plan(data.decode("latin-1"))   # keeps every byte
     done, missing = {}, []
     for item in [*edits, *mends]:
@@ -70,11 +71,12 @@ def plan_file(path, data, edits, mends):
         except (IndexError, ValueError):
             missing.append(f"{path}: {'mend' if item in mends else 'edit'} '{item.name}': "
                            "a function there has fewer or more arguments than were expected")
+    lost = [f"{path}: {text}" for text in plan.lost]
     try:
         text, changes = plan.result()
     except Missing as error:
-        return data, [], done, [*missing, f"{path}: {error}"]
-    return text.encode("latin-1"), changes, done, missing
+        return data, [], done, [*missing, f"{path}: {error}"], lost
+    return text.encode("latin-1"), changes, done, missing, lost
 
 
 class Work:
@@ -83,7 +85,7 @@ class Work:
     def __init__(self, folder, originals, left_out, mends_only):
         self.mends = [m for m in MENDS if m.name not in left_out and (mends_only or not m.covered)]
         self.edits = [] if mends_only else EDITS
-        self.files, self.missing, self.done = {}, [], {}
+        self.files, self.missing, self.lost, self.done = {}, [], [], {}
         paths = dict.fromkeys([e.file for e in self.edits] + [f for m in self.mends for f in m.files])
         for path in paths:
             data = originals.get(path)
@@ -93,9 +95,10 @@ class Work:
                 if path not in OPTIONAL:
                     self.missing.append(f"{path}: no such file in {folder}")
                 continue
-            result, changes, done, missing = plan_file(
+            result, changes, done, missing, lost = plan_file(
                 path, data, [e for e in self.edits if e.file == path], [m for m in self.mends if path in m.files])
             self.missing += missing
+            self.lost += lost
             for name, there in done.items():
                 self.done[name] = self.done.get(name, True) and there
             if changes:
@@ -148,9 +151,16 @@ class Patched:
         before = read(saved)
         if sha(now) == entry["patched"]:
             return before
-        if sha(now) == entry["unpatched"]:
-            return before   # somebody has taken it back by hand
+        if sha(now) == entry["unpatched"] or self.taken_back():
+            return now   # by hand; at another version, perhaps (git stash, git pull)
         return take_back(path, before.decode("latin-1"), now.decode("latin-1"), entry["changes"]).encode("latin-1")
+
+
+    def taken_back(self):
+        """Whether the trainer is as if it had never been patched: then the other files are, too."""
+        trainer = self.folder / "train_gpt2.cu"
+        changed = "train_gpt2.cu" in self.record["files"] and self.record["headers"]
+        return bool(changed) and trainer.exists() and b"zero_gpt2_" not in read(trainer)
 
 
 def take_back(path, before, now, changes):
@@ -253,7 +263,7 @@ def show(work, left_out, mends_only):
         print(f"  mend  {m.name:<16} {state:<24} {m.reason}")
 
 
-def patch(folder, left_out, mends_only, check):
+def patch(folder, left_out, mends_only, check, drop_own_code=False):
     patched = Patched(folder)
     work = Work(folder, patched.originals(), left_out, mends_only)
     if check:
@@ -262,6 +272,9 @@ def patch(folder, left_out, mends_only, check):
         raise Problem("\n".join(
             [*work.missing, "Nothing was changed. This llm.c is not built as the patch expects: look for what took the "
              "place of the names above, and adapt dev/llmc/edits.py; a mend can be left out with --no-mend NAME."]))
+    if work.lost and not drop_own_code:
+        raise Problem("\n".join([*work.lost, "Nothing was changed. What this code does would be lost: do it elsewhere, and "
+                                 "patch with --drop-own-code."]))
     headers = {} if mends_only else own_headers()
     same, kept = patched.headers()
     record = work.record(headers)
@@ -325,6 +338,7 @@ def main(arguments=None):
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--revert", action="store_true")
     parser.add_argument("--mends-only", action="store_true")
+    parser.add_argument("--drop-own-code", action="store_true")
     parser.add_argument("--no-mend", metavar="NAME", action="append", nargs="?", const="all", default=[])
     args = parser.parse_args(arguments)
     names = {m.name for m in MENDS}
@@ -348,7 +362,7 @@ def main(arguments=None):
         if args.revert:
             revert(folder, args.check)
         else:
-            patch(folder, left_out, args.mends_only, args.check)
+            patch(folder, left_out, args.mends_only, args.check, args.drop_own_code)
     except Problem as problem:
         print(problem, file=sys.stderr)
         return 1

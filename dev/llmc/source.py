@@ -167,6 +167,16 @@ class Source:
                 return offset
             offset = more.end()
 
+    def function_around(self, offset):
+        """The outermost { } around an offset, with the parameters in front of it."""
+        block = self.block_around(offset)
+        while True:
+            try:
+                block = self.block_around(block.start)
+            except Missing:
+                break
+        return Span(max(self.code.rfind(c, 0, block.start) for c in ";}#") + 1, block.end)
+
     def if_around(self, offset):
         """The whole if (...) { } whose block is the innermost around an offset."""
         block = self.block_around(offset)
