@@ -224,6 +224,21 @@ def test_a_difference_is_found(tmp_path, after, message):
 
 
 @real
+def test_a_run_that_learns_nothing_proves_nothing():
+    for flags in ("-l 0 -c 0", "-l 1e30"):
+        result = compare(LLMC, *FEW, "--flags", flags)
+        assert result.code == 1 and "compare: FAILED: nothing was learnt" in result.out, result.out + result.err
+
+
+@real
+def test_its_own_folder_is_not_emptied():
+    assert compare(LLMC, *FEW).code == 0
+    result = compare(WORK / "src", *FEW)
+    assert result.code == 2 and "which empties it" in result.err
+    assert (WORK / "src/train_gpt2.cu").exists()
+
+
+@real
 def test_what_stops_it(tmp_path):
     fork = tmp_path / "fork"
     shutil.copytree(LLMC, fork, ignore=shutil.ignore_patterns(".git", "*.bin"))

@@ -12,6 +12,7 @@
 #   --text T ...    what to train on, a token a byte: files and folders (README.md and llmc_zero/)
 #   --flags "F .."  more flags of train_gpt2, for all runs; the last of a repeated flag wins
 #   --speed         trains llm.c without llmc_zero too (patch.py --mends-only), for its step time
+#   --drop-own-code as in patch.py
 #   --no-install    installs nothing; without matplotlib there is no picture
 #   --nvcc-only     compiles and links train_gpt2, test_gpt2 and profile_gpt2 with the real nvcc for sm_80, 90
 #                   and 100, and runs nothing: no GPU is needed. JOBS=n compiles n at a time
@@ -46,7 +47,7 @@ of_caller() { case $1 in /*) echo "$1" ;; *) echo "$caller/$1" ;; esac; }
 
 # ---- arguments ---------------------------------------------------------------------------------------------
 
-dir="" ranks=2 steps=20 precision=BF16 model=tiny flags=() texts=() speed="" install=1 nvcc_only=""
+dir="" ranks=2 steps=20 precision=BF16 model=tiny flags=() texts=() own=() speed="" install=1 nvcc_only=""
 count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || die "$1 $2: a number from 1 up"; }
 while (($#)); do
     case $1 in
@@ -61,6 +62,7 @@ while (($#)); do
         shift
         while (($#)) && [[ $1 != --* ]]; do texts+=("$(of_caller "$1")"); shift; done ;;
     --speed) speed=1; shift ;;
+    --drop-own-code) own=("$1"); shift ;;
     --no-install) install=""; shift ;;
     --nvcc-only) nvcc_only=1; shift ;;
     --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$top/dev/llmc/compare.sh"; exit 0 ;;
@@ -131,7 +133,7 @@ nvcc_jobs() {
     echo '#include <nvtx3/nvToolsExt.h>' >"$work/probe.cu"
     "$nvcc" -E "$work/probe.cu" >/dev/null 2>&1 ||
         die "llm.c includes nvtx3/nvToolsExt.h, and this CUDA has none: dev/deps.sh fetches it (nvidia-nvtx)"
-    patched src
+    patched src "${own[@]}"
     rm -rf "$work/check"
     mkdir -p "$work/check"
     for sm in 80 90 100; do all+=" -gencode arch=compute_$sm,code=sm_$sm"; done
@@ -186,7 +188,7 @@ program() {   # program NAME FROM: builds $work/NAME/train_gpt2 from $work/FROM,
 }
 
 kind=$precision${NO_MPI:+-no-mpi}
-patched src
+patched src "${own[@]}"
 program "$kind" src
 if [[ -n $speed ]]; then
     patched src-mends --mends-only
