@@ -112,7 +112,7 @@ static inline ZeroResult zero_checkpoint_resume(ZeroOptimizer* z, const char* fo
         for (;;) {
             char path[4096];
             ZeroLoad load;
-            int there;
+            int there = 0;
             ZERO_TRY(zero_checkpoint_newest(z, folder, step, &step, &there));
             if (!there) break;
             ZERO_TRY(zero_checkpoint_path(path, sizeof(path), folder, step));
