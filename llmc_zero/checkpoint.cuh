@@ -147,6 +147,15 @@ static inline ZeroResult zero_save_create(ZeroSave* save) {
     return zero_ok();
 }
 
+static inline ZeroResult zero_save_open(ZeroSave* save) {
+    if (save->z->rank == 0) return zero_ok();
+    save->fd = open(save->temporary.c_str(), O_WRONLY | O_CLOEXEC);
+    if (save->fd >= 0) return zero_ok();
+    return zero_error(ZERO_ERROR_SYSTEM,
+                      "cannot open %s, which rank 0 has made: %s; all ranks must see one folder",
+                      zero_base_name(save->temporary.c_str()), strerror(errno));
+}
+
 /* Writes the piece that lies in a buffer once its copy has ended. The kernel is told to begin with the disk. */
 static inline ZeroResult zero_save_piece(ZeroSave* save, int turn, size_t bytes, uint64_t offset) {
     ZERO_TRY(zero_wait_event(&save->z->comm, save->staging.copied[turn]));
@@ -168,11 +177,6 @@ static inline ZeroResult zero_save_pieces(ZeroSave* save) {
     size_t waiting_bytes = 0; /* in the other buffer, copied or being copied, not written yet */
     uint64_t waiting_offset = 0;
     int turn = 0;
-    if (z->rank != 0) save->fd = open(save->temporary.c_str(), O_WRONLY | O_CLOEXEC);
-    if (save->fd < 0)
-        return zero_error(ZERO_ERROR_SYSTEM,
-                          "cannot open %s, which rank 0 has made: %s; all ranks must see one folder",
-                          zero_base_name(save->temporary.c_str()), strerror(errno));
     for (int a = 0; a < save->arrays_count; a++) {
         const ZeroArray* array = &save->arrays[a];
         ZeroSpan span = {0, 0, 0, 0};
@@ -238,6 +242,7 @@ static inline ZeroResult zero_save_run(ZeroSave* save) {
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save); })));
     ZERO_TRY(zero_save_compare(save));
     ZERO_TRY(zero_agree(z, zero_save_create(save)));
+    ZERO_TRY(zero_agree(z, zero_save_open(save)));
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_pieces(save); })));
     ZERO_TRY(zero_save_gather_checksums(save));
     return zero_agree(z, zero_guard([&]() { return zero_save_finish(save); }));
