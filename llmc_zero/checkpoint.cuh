@@ -295,19 +295,33 @@ static inline std::string zero_file_tensor_text(const ZeroFileTensor& tensor) {
     return text + "]";
 }
 
+static inline ZeroResult zero_load_setting(const ZeroFileHeader& found, const std::string& key,
+                                           const std::string& here) {
+    const auto in_file = found.strings.find(key);
+    const std::string there = in_file == found.strings.end() ? "no such setting" : in_file->second;
+    if (there == here) return zero_ok();
+    return zero_error(ZERO_ERROR_ARGUMENT, "%s: the file has %s, this run %s", zero_file_quote(key).c_str(),
+                      zero_file_quote(there).c_str(), zero_file_quote(here).c_str());
+}
+
+/* fp32 params and the masters of bf16 ones are the same numbers; weights in bf16 alone are not. */
+static inline int zero_types_change(const ZeroFileHeader& found, const std::string& here) {
+    const auto there = found.strings.find("type");
+    const std::string masters = "bf16 with fp32 masters";
+    return there != found.strings.end() && (here == "fp32" || here == masters) &&
+           (there->second == "fp32" || there->second == masters);
+}
+
 /* What is in the file against what this run would write. */
 static inline ZeroResult zero_load_compare(const ZeroLoad* load, const ZeroCheckpoint* what) {
     ZeroFileHeader expected = ZeroFileHeader();
     const ZeroFileHeader& found = load->header;
     ZERO_TRY(zero_checkpoint_header(load->z, what, load->arrays, load->arrays_count, &expected));
-    for (const auto& setting : zero_checkpoint_settings(load->z, what)) {
-        const auto in_file = found.strings.find(setting.first);
-        const std::string value = in_file == found.strings.end() ? "no such setting" : in_file->second;
-        if (value != setting.second)
-            return zero_error(ZERO_ERROR_ARGUMENT, "%s: the file has %s, this run %s",
-                              zero_file_quote(setting.first).c_str(), zero_file_quote(value).c_str(),
-                              zero_file_quote(setting.second).c_str());
-    }
+    ZERO_TRY(zero_load_setting(found, "optimizer", expected.strings["optimizer"]));
+    for (const auto& setting : zero_checkpoint_settings(load->z, what))
+        ZERO_TRY(zero_load_setting(found, setting.first, setting.second));
+    if (!zero_types_change(found, expected.strings["type"]))
+        ZERO_TRY(zero_load_setting(found, "type", expected.strings["type"]));
     std::stable_sort(expected.tensors.begin(), expected.tensors.end(), zero_file_before);
     for (size_t i = 0; i < std::max(found.tensors.size(), expected.tensors.size()); i++) {
         const std::string a =
