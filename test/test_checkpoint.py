@@ -333,18 +333,18 @@ def test_something_else_stands_where_the_file_should(tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("ranks", [2])
-def test_saving_is_about_as_fast_as_the_disk(ranks, tmp_path):
-    """80M parameters, 960 MB, against dd with the same sync on the same disk; host memory stays bounded. The disk may be
-    shared, so the best of three counts."""
-    best_dd = best_save = float("inf")
-    for attempt in range(3):
-        start_s = time.monotonic()
+def test_saving_is_about_as_fast_as_the_disk(tmp_path):
+    """80M parameters, 960 MB, on 2 ranks, against dd with the same sync on the same disk; 64 MB of host memory a rank. The
+    disk may be shared and have good and bad moments, so the best of each counts."""
+    dd, save, memory = [], [], []
+    for _ in range(3):
+        begin = time.monotonic()
         run(["dd", "if=/dev/zero", f"of={tmp_path / 'dd'}", "bs=4M", "count=229", "conv=fsync"], timeout=120)
-        best_dd = min(best_dd, time.monotonic() - start_s)
+        dd.append(time.monotonic() - begin)
         (tmp_path / "dd").unlink()
-        out = run(["./train_mlp", "-x", str(attempt + 1), "-l", "0.0001", "-n", "1", "-nk", "1", "-y", "1", "-o",
-                   tmp_path / "run"], ranks=ranks, timeout=300).out
-        best_save = min(best_save, *map(float, re.findall(r"^saved \S+ in (\S+) s", out, re.M)))
-    print(f"dd {best_dd:.2f} s, save {best_save:.2f} s")
-    assert best_save < best_dd / 0.8
+        out = run([str(TOP / "build/test/save_program"), tmp_path / "file"], ranks=2, timeout=300).out
+        (tmp_path / "file").unlink()
+        save += map(float, re.findall(r"^save: (\S+) s", out, re.M))
+        memory += map(float, re.findall(r"\+ (\S+) MB", out)[2:])       # the first time also maps memory of the other rank
+    assert min(save) < min(dd) / 0.8, (save, dd)
+    assert max(memory) < 64, memory
