@@ -46,7 +46,7 @@ extern "C" ssize_t pread(int fd, void* to, size_t bytes, off_t offset) {
 extern "C" int fsync(int fd) {
     return fault_strikes("fsync") ? (errno = fault.error, -1) : (int)syscall(SYS_fsync, fd);
 }
-extern "C" int rename(const char* from, const char* to) {
+extern "C" int rename(const char* from, const char* to) noexcept {
     return fault_strikes("rename") ? (errno = fault.error, -1)
                                    : (int)syscall(SYS_renameat, AT_FDCWD, from, AT_FDCWD, to);
 }

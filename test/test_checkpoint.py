@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import TOP, run, slow
 from safetensors import safe_open
-from train_lines import PROGRAM
+from train_lines import PROGRAM, STREAM_MODES
 
 import launch  # dev/launch.py, found through conftest
 
@@ -96,6 +96,19 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(straight, tmp_pat
         loss = [re.findall(r"trl:(\S+)", (folder / "main.log").read_text()) for folder in (top / "a", target)]
         assert len(loss[0]) == len(loss[1]) == 10
         np.testing.assert_allclose(np.array(loss[0], float), np.array(loss[1], float), rtol=1e-5)
+
+
+def test_every_order_of_the_streams(tmp_path):
+    """Copies to and from the file are ordered against update and gather, whatever runs first."""
+    base = f"{SMALL} -P bf16 -K 0.001 -x 4"
+    commands = [f"{base} -o {tmp_path / 'straight'}"]
+    for number, mode in enumerate(STREAM_MODES):
+        out = tmp_path / str(number)
+        commands += [f"{mode} {SMALL} -P bf16 -K 0.001 -x 2 -n 1 -o {out}", f"{mode} {base} -n 1 -y 1 -o {out}"]
+    errors, _ = lines(commands, 2, tmp_path)
+    assert errors == [None] * len(commands)
+    for number, mode in enumerate(STREAM_MODES):
+        assert bits(tmp_path / str(number)) == bits(tmp_path / "straight"), mode
 
 
 def test_the_log_never_has_two_lines_for_a_step(straight, tmp_path):
