@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Looks into checkpoints of llmc_zero, with the public safetensors package.
 
-    dev/checkpoint.py show FILE...      what was saved, and a table: tensor, type, shape, norm, largest, not finite
+    dev/checkpoint.py show FILE...      what was saved; a table: tensor, type, shape, norm, largest, not finite
     dev/checkpoint.py diff A B          tensors that differ, and by how much; settings that differ
     dev/checkpoint.py verify FILE...    reads each file whole and compares every checksum
 
-Exit code 0: fine, equal; 1: they differ, or a file is damaged; 2: no such file, or no checkpoint. Run it with the Python
-of .venv (dev/deps.sh makes it): safetensors, numpy, ml_dtypes, xxhash.
+Exit code 0: fine, equal; 1: they differ, or a file is damaged; 2: no such file, or no checkpoint. It runs with the
+Python of .venv (dev/deps.sh makes it): safetensors, numpy, ml_dtypes, xxhash.
 """
 
 import argparse
@@ -83,9 +83,9 @@ def diff(path_a, path_b):
         elif x.tobytes() != y.tobytes():
             unequal = x.view(np.uint32) != y.view(np.uint32)
             gap = np.abs(x.astype(np.float64) - y)
-            where = int(np.nanargmax(gap))
-            print(f"{name}: {int(unequal.sum())} of {x.size} elements differ, by {gap.flat[where]:.9g} at element {where}: "
-                  f"{x.flat[where]:.9g} | {y.flat[where]:.9g}")
+            where = int(np.argmax(np.where(np.isnan(gap), np.inf, gap)))
+            print(f"{name}: {int(unequal.sum())} of {x.size} elements differ, by {gap.flat[where]:.9g} at element "
+                  f"{where}: {x.flat[where]:.9g} | {y.flat[where]:.9g}")
             differ += 1
     print(f"{differ} of {len(names_a | names_b)} tensors differ")
     return 1 if differ else 0
@@ -127,7 +127,8 @@ def verify(paths):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, count in (("show", "+"), ("diff", 2), ("verify", "+")):
         commands.add_parser(name).add_argument("files", nargs=count, metavar="FILE")

@@ -1,5 +1,5 @@
-"""Checkpoints of train_mlp from the outside: resumed runs against straight ones, kills, full disks, damaged files, other
-people's files. What single calls do is in test_checkpoint.cu."""
+"""Checkpoints of train_mlp from the outside: resumed runs against straight ones, kills, full disks, damaged files,
+other people's files. What single calls do is in test_checkpoint.cu."""
 
 import json
 import os
@@ -21,12 +21,13 @@ import launch  # dev/launch.py, found through conftest
 
 TOOL = str(TOP / "dev/checkpoint.py")
 SMALL = "-L 3 -C 24 -b 2 -I split -l 0.002 -G 0.5"
-KINDS = {"fp32": "", "fp32 sgd": "-U sgd", "fp32 adamw": "-U adamw -c 0.01 -z 0", "masters": "-P bf16 -K 0.001",
+KINDS = {"fp32": "", "fp32 sgd": "-U sgd", "fp32 adamw": "-U adamw -c 0.01 -z 0",
+         "masters": "-P bf16 -K 0.001",
          "stochastic": "-P bf16 -w 0", "stochastic sgd": "-P bf16 -w 0 -U sgd -z 0 -K unit"}
 
 
 def lines(commands, ranks, folder, timeout=120):
-    """Runs command lines one after another in one process a rank; their error texts or None, and what was printed."""
+    """Runs command lines one after another in one process a rank; their errors or None, and what was printed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "lines.txt").write_text("\n".join(commands) + "\n")
     result = run([str(TOP / PROGRAM), str(folder / "lines.txt")], ranks=ranks, timeout=timeout)
@@ -104,7 +105,7 @@ def test_every_order_of_the_streams(tmp_path):
     commands = [f"{base} -o {tmp_path / 'straight'}"]
     for number, mode in enumerate(STREAM_MODES):
         out = tmp_path / str(number)
-        commands += [f"{mode} {SMALL} -P bf16 -K 0.001 -x 2 -n 1 -o {out}", f"{mode} {base} -n 1 -y 1 -o {out}"]
+        commands += [f"{mode} {base} -x 2 -n 1 -o {out}", f"{mode} {base} -n 1 -y 1 -o {out}"]
     errors, _ = lines(commands, 2, tmp_path)
     assert errors == [None] * len(commands)
     for number, mode in enumerate(STREAM_MODES):
@@ -132,8 +133,8 @@ def test_safetensors_and_the_tool_read_it(straight):
         for layer in range(3) for name in ("weight", "bias") for array in ("", ".exp_avg", ".exp_avg_sq")}
     with safe_open(plain, framework="numpy") as handle:
         metadata = handle.metadata()
-    wanted = dict(step="10", t="10", samples="120", optimizer="adam", beta1="0.9", beta2="0.999", eps="1e-08", seed="0",
-                  ranks="2", stage="1", data="split", type="fp32")
+    wanted = dict(step="10", t="10", samples="120", optimizer="adam", beta1="0.9", beta2="0.999",
+                  eps="1e-08", seed="0", ranks="2", stage="1", data="split", type="fp32")
     assert wanted.items() <= metadata.items()
     verified = run([TOOL, "verify", plain, masters, narrow])
     assert verified.out.count(": whole") == 3
@@ -176,14 +177,16 @@ def test_bytes_that_nobody_wrote_under_asan(straight, tmp_path):
 
 def test_other_runs_are_refused_with_both_values(straight, tmp_path):
     """Cases E2, G4; nothing of the directory changes."""
-    cases = {"-U sgd": ["optimizer", "adam", "sgd"], "-B1 0.8": ["beta1", "0.9", "0.8"], "-E 1e-6": ["eps", "1e-08", "1e-06"],
+    cases = {"-U sgd": ["optimizer", "adam", "sgd"], "-B1 0.8": ["beta1", "0.9", "0.8"],
+             "-E 1e-6": ["eps", "1e-08", "1e-06"],
              "-c 0.1": ["weight_decay", "the file has 0,", "0.1"], "-S 7": ["seed", "has 0,", "run 7"],
              "-I own": ["data", "split", "own"], "-C 25": ["0.weight", "[24,24]", "[25,25]"],
              "-L 2": ["tensor 4", "2.weight F32", "0.weight.exp_avg"], "-L 4": ["tensor 6", "3.weight"],
              "-P bf16 -w 0": ["type", "has fp32,", "bf16 with stochastic rounding"]}
     shutil.copy(path_of(straight[0] / "fp32/b", 10), tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    errors, _ = lines([f"{SMALL} -x 12 -y 1 -o {tmp_path} {flags}" for flags in cases], 2, tmp_path.parent / "refused")
+    commands = [f"{SMALL} -x 12 -y 1 -o {tmp_path} {flags}" for flags in cases]
+    errors, _ = lines(commands, 2, tmp_path.parent / "refused")
     for (flags, words), error in zip(cases.items(), errors):
         assert error and error.startswith("-y 1: "), flags
         for word in words:
@@ -226,14 +229,14 @@ def test_an_older_runs_directory_is_not_mixed_with_a_new_run(tmp_path):
     assert steps_in(tmp_path) == [2]
 
 
-# ---- interruptions ------------------------------------------------------------------------------------------
+# ---- interruptions ----------------------------------------------------------------------------------------
 
 def start(flags, ranks, folder):
     """Ranks without mpirun, so that each can be killed alone. `folder`: where they meet."""
     folder.mkdir(parents=True, exist_ok=True)
-    return [subprocess.Popen(["./train_mlp", "-pi", "fs", "-pf", folder, "-pn", str(ranks), "-pr", str(rank), *flags.split()],
-                             cwd=TOP, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=launch.environment(None))
-            for rank in range(ranks)]
+    command = ["./train_mlp", "-pi", "fs", "-pf", folder, "-pn", str(ranks), *flags.split()]
+    return [subprocess.Popen([*command, "-pr", str(rank)], cwd=TOP, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, env=launch.environment(None)) for rank in range(ranks)]
 
 
 def wait_for_step(process, step):
@@ -244,7 +247,7 @@ def wait_for_step(process, step):
 
 
 def test_sigterm_saves_and_ends_well(tmp_path):
-    """One rank alone hears of it: all stop behind the same step, and the resumed run is the run that was not stopped."""
+    """One rank alone hears of it: all stop behind the same step; resumed, it is the run that was not stopped."""
     flags = f"{SMALL} -n 1000000 -o {tmp_path / 'a'}"
     processes = start(f"{flags} -x 1000000", 2, tmp_path / "meet")
     wait_for_step(processes[0], 5)
@@ -260,7 +263,7 @@ def test_sigterm_saves_and_ends_well(tmp_path):
 
 
 def kill_rounds(rounds, tmp_path, seed):
-    """kill -9 of one rank or all at random moments of a run that does little but save; then the bits of a straight run."""
+    """kill -9 of one rank or all at random moments of a run that does little but save; then a straight run's bits."""
     rng = random.Random(seed)
     out, model = tmp_path / "run", "-L 2 -C 200 -b 1 -I split -l 0.001"
     saved = 0
@@ -280,7 +283,8 @@ def kill_rounds(rounds, tmp_path, seed):
     verified = run([TOOL, "verify", *out.glob("step_*.safetensors")])
     assert ": whole" in verified.out
     last = max(steps_in(out)) + 2
-    errors, _ = lines([f"{model} -n 100 -y 1 -x {last} -o {out}", f"{model} -x {last} -o {tmp_path / 'straight'}"], 2, tmp_path)
+    commands = [f"{model} -n 100 -y 1 -x {last} -o {out}", f"{model} -x {last} -o {tmp_path / 'straight'}"]
+    errors, _ = lines(commands, 2, tmp_path)
     assert errors == [None, None]
     assert bits(out) == bits(tmp_path / "straight")
 
@@ -319,7 +323,8 @@ def test_a_small_disk(tmp_path):
     """The same with a real full file system, and with one that became read-only; as root."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True).returncode != 0:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting needs root")
     try:
         flags = f"-L 2 -C 100 -b 2 -n 5 -y 1 -o {disk}"      # 242 KB a file
@@ -328,7 +333,8 @@ def test_a_small_disk(tmp_path):
                        ["step_00000010.safetensors", "No space left"])
         assert steps_in(disk) == [5] and not list(disk.glob("*.tmp"))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        check_one_line(run(["./train_mlp", *flags.split(), "-x", "10"], ranks=2, check=False), ["-o ", "Read-only"])
+        check_one_line(run(["./train_mlp", *flags.split(), "-x", "10"], ranks=2, check=False),
+                       ["-o ", "Read-only"])
     finally:
         subprocess.run(["umount", disk], check=True)
 
@@ -340,15 +346,16 @@ def test_something_else_stands_where_the_file_should(tmp_path):
     for name in ("step_00000010.safetensors", "step_00000010.safetensors.tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
-        check_one_line(run(["./train_mlp", *flags, "-x", "10"], ranks=2, check=False), ["step_00000010.safetensors", "directory"])
+        check_one_line(run(["./train_mlp", *flags, "-x", "10"], ranks=2, check=False),
+                       ["step_00000010.safetensors", "directory"])
         shutil.rmtree(tmp_path / name)
     assert steps_in(tmp_path) == [5]
 
 
 @slow
 def test_saving_is_about_as_fast_as_the_disk(tmp_path):
-    """80M parameters, 960 MB, on 2 ranks, against dd with the same sync on the same disk; 64 MB of host memory a rank. The
-    disk may be shared and have good and bad moments, so the best of each counts."""
+    """80M parameters, 960 MB, on 2 ranks, against dd with the same sync on the same disk; 64 MB of host memory a rank.
+    The disk may be shared and have good and bad moments, so the best of each counts."""
     dd, save, memory = [], [], []
     for _ in range(3):
         begin = time.monotonic()
@@ -358,6 +365,6 @@ def test_saving_is_about_as_fast_as_the_disk(tmp_path):
         out = run([str(TOP / "build/test/save_program"), tmp_path / "file"], ranks=2, timeout=300).out
         (tmp_path / "file").unlink()
         save += map(float, re.findall(r"^save: (\S+) s", out, re.M))
-        memory += map(float, re.findall(r"\+ (\S+) MB", out)[2:])       # the first time also maps memory of the other rank
+        memory += map(float, re.findall(r"\+ (\S+) MB", out)[2:])   # the first also maps the other rank's memory
     assert min(save) < min(dd) / 0.8, (save, dd)
     assert max(memory) < 64, memory
