@@ -35,8 +35,8 @@ ifndef NO_MPI
   endif
 endif
 
-# OpenBLAS where dev/deps.sh had to fetch it from PyPI: gcc and ld read these variables by themselves.
-ifneq ($(wildcard .venv/include/cblas.h),)
+# OpenBLAS, xxHash and JSON where dev/deps.sh had to fetch them from PyPI: gcc and ld read these variables by themselves.
+ifneq ($(wildcard .venv/include/cblas.h .venv/include/xxhash.h .venv/include/nlohmann),)
   export CPATH := $(CURDIR)/.venv/include$(addprefix :,$(CPATH))
   export LIBRARY_PATH := $(CURDIR)/.venv/lib$(addprefix :,$(LIBRARY_PATH))
   export LD_RUN_PATH := $(CURDIR)/.venv/lib

@@ -6,7 +6,9 @@
 
    Reads from top to bottom: the model, one step, the run, main. */
 #include "llmc_zero/llmc_zero.cuh" // defines: ZeroLayout, ZeroOptimizer and the step: zero_begin ... zero_update
+#include "llmc_zero/checkpoint_folder.cuh" // defines: zero_checkpoint_save, _path, _rotate, _resume
 #include "llmc_zero/world.cuh" // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather, _wait
+#include <signal.h>
 #include "dev/mlp/options.h"      // defines: Options, options_parse: the command line
 #include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
 #include "dev/mlp/loss.cuh"       // defines: loss_run (MSE), data_split (new samples each step)
@@ -28,13 +30,14 @@ typedef struct Mlp {
     ZeroOptimizer zero;
     Linear linear;
     char (*names)[24];
+    ZeroTensor* tensors; // of a checkpoint: what the segments are
     // activations
     void* data;        // (x, y) of one micro-step, or of each (-I recipe, own): [sets][2][row_stride]
     void* activations; // [layers][row_stride]: outputs of the layers
     void* row_grads;   // [2][row_stride]: gradients of two neighbouring activations
     void* workspace;   // cuBLASLt's
     double* loss;      // [loss_bytes]
-    long long steps_done;
+    long long steps_done, samples_done; // of the whole run, also those before a resume
 } Mlp;
 
 static void* row_at(const Mlp* mlp, void* rows, size_t index) {
@@ -212,6 +215,7 @@ static void mlp_free(Mlp* mlp) {
     cudaFree(mlp->activations);
     cudaFree(mlp->data);
     zero_layout_free(&mlp->layout);
+    free(mlp->tensors);
     free(mlp->names);
     if (mlp->stream) cudaStreamDestroy(mlp->stream);
 }
@@ -234,7 +238,11 @@ static ZeroResult mlp_prepare(Mlp* mlp, const Options* o, ZeroWorld* world) {
     mlp->dtype = (ZeroDtype)o->dtype;
     mlp->memory = zero_memory();
     mlp->names = (char(*)[24])calloc(2 * (size_t)o->layers, sizeof(mlp->names[0]));
-    if (!mlp->names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
+    mlp->tensors = (ZeroTensor*)calloc(2 * (size_t)o->layers, sizeof(ZeroTensor));
+    if (!mlp->names || !mlp->tensors)
+        return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
+    for (int s = 0; s < 2 * mlp->layers; s++)
+        mlp->tensors[s] = {mlp->names[s], s, 1, s % 2 ? 1 : 2, {mlp->width, mlp->width}};
     return mlp_layout(&mlp->layout, o, world->ranks, mlp->names);
 }
 
@@ -268,6 +276,9 @@ static ZeroResult mlp_create(Mlp* mlp, PeakBytes* peaks) {
 }
 
 // ----------------------------------------------------------------------------- one step
+
+// Set by SIGTERM on one rank or all; the ranks vote with each step's norm, so that all stop behind the same step.
+static volatile sig_atomic_t stop_wanted = 0;
 
 static void* layer_input(const Mlp* mlp, void* x, int l) {
     return l == 0 ? x : row_at(mlp, mlp->activations, (size_t)l - 1);
@@ -308,8 +319,8 @@ static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
     const size_t set = o->data == DATA_SPLIT ? 0 : (size_t)micro;
     void *x = row_at(mlp, mlp->data, 2 * set), *y = row_at(mlp, mlp->data, 2 * set + 1);
     if (o->data == DATA_SPLIT) {
-        const long long micros_before = mlp->steps_done * mlp->micros + micro;
-        const long long first = (micros_before * mlp->world->ranks + mlp->world->rank) * o->batch;
+        const long long batches_before = (long long)micro * mlp->world->ranks + mlp->world->rank;
+        const long long first = mlp->samples_done + batches_before * o->batch;
         ZERO_TRY(data_split(mlp->dtype, x, y, (int)o->batch, (int)o->width, (uint64_t)o->seed,
                             (uint64_t)first, mlp->stream));
     }
@@ -325,6 +336,7 @@ static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
 static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
     for (int micro = 0; micro < mlp->micros; micro++) ZERO_TRY(mlp_micro_step(mlp, micro));
     peaks->before_update = mlp->memory.peak_bytes;
+    zero_vote(&mlp->zero, stop_wanted);
     ZERO_TRY(zero_grad_norm(&mlp->zero, NULL));
     ZERO_TRY(zero_update(&mlp->zero, mlp->options->lr));
     peaks->after_update = mlp->memory.peak_bytes;
@@ -333,6 +345,7 @@ static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
     ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
     ZERO_TRY(zero_report(&mlp->zero, report));
     mlp->steps_done++;
+    mlp->samples_done += (long long)mlp->micros * mlp->world->ranks * mlp->options->batch;
     return zero_ok();
 }
 
@@ -344,15 +357,85 @@ static double now_ms(void) {
     return 1e3 * (double)now.tv_sec + 1e-6 * (double)now.tv_nsec;
 }
 
+static ZeroCheckpoint mlp_checkpoint(const Mlp* mlp, ZeroString* data) {
+    ZeroCheckpoint what = zero_checkpoint();
+    data->key = "data";
+    data->value = mlp->options->data == DATA_SPLIT ? "split"
+                  : mlp->options->data == DATA_OWN ? "own"
+                                                   : "recipe";
+    what.tensors = mlp->tensors;
+    what.tensors_count = mlp->layout.segments_count;
+    what.strings = data;
+    what.strings_count = 1;
+    what.step = (uint64_t)mlp->steps_done;
+    what.samples = (uint64_t)mlp->samples_done;
+    return what;
+}
+
+// What all ranks have agreed on needs no hard end, whatever its code was.
+static ZeroResult agreed(ZeroResult result) {
+    if (result.code == ZERO_ERROR_SYSTEM || result.code == ZERO_ERROR_MEMORY) result.code = ZERO_ERROR_FILE;
+    return result;
+}
+
+static ZeroResult save_checkpoint(Mlp* mlp, Report* report) {
+    const Options* o = mlp->options;
+    const double start_ms = now_ms();
+    char path[4096];
+    ZeroString data;
+    const ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
+    ZERO_TRY(report_sync(report));
+    ZERO_TRY(zero_checkpoint_path(path, sizeof(path), o->directory, what.step));
+    ZERO_TRY(agreed(zero_checkpoint_save(&mlp->zero, path, &what)));
+    if (mlp->world->rank != 0) return zero_ok();
+    printf("saved %s in %.2f s\n", path, 1e-3 * (now_ms() - start_ms));
+    ZeroResult deleted = zero_checkpoint_rotate(o->directory, (uint64_t)o->checkpoint_keep, what.step);
+    if (deleted.code != ZERO_OK) printf("warning: -nk %lld: %s\n", o->checkpoint_keep, deleted.text);
+    fflush(stdout);
+    return zero_ok();
+}
+
+// -y 1: goes on behind the newest checkpoint that is whole.
+static ZeroResult resume(Mlp* mlp) {
+    const Options* o = mlp->options;
+    std::vector<std::string> passed_over;
+    int found = 0;
+    ZeroString data;
+    ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
+    if (!o->resume) return zero_ok();
+    ZeroResult result = zero_checkpoint_resume(&mlp->zero, o->directory, &what, NULL, &passed_over, &found);
+    for (size_t i = 0; i < passed_over.size() && mlp->world->rank == 0; i++)
+        printf("passed over: %s\n", passed_over[i].c_str());
+    if (result.code != ZERO_OK) return agreed(zero_error(result.code, "-y 1: %s", result.text));
+    mlp->steps_done = (long long)what.step;
+    mlp->samples_done = (long long)what.samples;
+    if (mlp->world->rank != 0) return result;
+    if (found)
+        printf("resumed from step %llu in %s%s%s\n", (unsigned long long)what.step, o->directory,
+               what.note[0] ? ": " : "", what.note);
+    else
+        printf("no checkpoint in %s: starting anew\n", o->directory);
+    if (mlp->steps_done >= o->steps) printf("nothing is left to do: -x %lld\n", o->steps);
+    return result;
+}
+
 static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroReport* last) {
-    for (long long step = 1; step <= mlp->options->steps; step++) {
+    const Options* o = mlp->options;
+    int stop = 0;
+    while (mlp->steps_done < o->steps && !stop) {
         const double start_ms = now_ms();
         ZERO_TRY(mlp_step(mlp, last, peaks));
+        const long long step = mlp->steps_done;
+        stop = last->votes > 0;
         ZERO_TRY(
             report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
-        if (mlp->options->hash_every && step % mlp->options->hash_every == 0)
-            ZERO_TRY(zero_check_replicas(&mlp->zero, NULL));
+        if (o->hash_every && step % o->hash_every == 0) ZERO_TRY(zero_check_replicas(&mlp->zero, NULL));
+        if (o->checkpoint_every && (step % o->checkpoint_every == 0 || step == o->steps || stop))
+            ZERO_TRY(save_checkpoint(mlp, report));
     }
+    if (stop && mlp->world->rank == 0)
+        printf("stopped by a signal after step %lld of %lld, which is saved: -y 1 resumes\n", mlp->steps_done,
+               o->steps);
     return zero_ok();
 }
 
@@ -426,6 +509,14 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     if (result.code == ZERO_OK) result = zero_world_agree(world, mlp_create(&mlp, &peaks));
     if (result.code == ZERO_OK) {
         if (world->rank == 0) print_header(&mlp);
+        result = resume(&mlp);
+        if (result.code != ZERO_ERROR_NCCL && result.code != ZERO_ERROR_CUDA)
+            result = zero_world_agree(world, result.code ? result : report_begin(&report, mlp.steps_done));
+        else
+            *fatal = 1;
+        if (*fatal) return result;
+    }
+    if (result.code == ZERO_OK) {
         result = train_steps(&mlp, &report, &peaks, &last);
         if (result.code == ZERO_OK) result = compare_ranks(&mlp, &digest);
         *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA ||
@@ -433,7 +524,7 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
         if (*fatal) return result; // a stream may wait for a peer for ever: nothing is freed
         if (result.code == ZERO_OK && world->rank == 0) {
             print_result(&mlp, &peaks, &digest, &last);
-            result = report_close(&report, world->ranks, last.skipped, &digest, &peaks.params,
+            result = report_close(&report, world->ranks, mlp.steps_done, last.skipped, &digest, &peaks.params,
                                   mlp.memory.held_bytes[ZERO_MEMORY_STATE]);
         }
         if (result.code == ZERO_OK && !(digest.sum - digest.sum == 0.0))
@@ -545,6 +636,20 @@ static void print_error(const char* who, ZeroResult result) {
     fprintf(stderr, "train_mlp: %s%s\n", who, result.text);
 }
 
+// A file that may not grow (ulimit -f) is an error of the write, not the end of the process. SIGTERM (a job's time is up)
+// ends the run behind the current step, if that can be saved.
+static void on_stop(int) { stop_wanted = 1; }
+
+static void set_signals(const Options* o) {
+    struct sigaction action;
+    memset(&action, 0, sizeof(action));
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGXFSZ, &action, NULL);
+    action.sa_handler = on_stop;
+    action.sa_flags = SA_RESTART;
+    if (o->checkpoint_every) sigaction(SIGTERM, &action, NULL);
+}
+
 int main(int argc, char** argv) {
     Options options;
     ZeroWorld world;
@@ -563,6 +668,7 @@ int main(int argc, char** argv) {
         zero_world_abort(&world, 1);
         return 1;
     }
+    set_signals(&options);
     result = run(&world, &options, parsed, &fatal);
     if (fflush(stdout) != 0 && result.code == ZERO_OK)
         result = zero_error(ZERO_ERROR_SYSTEM, "writing to standard output: %s", strerror(errno));

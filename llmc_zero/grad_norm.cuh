@@ -38,6 +38,7 @@ typedef struct ZeroScalars {
     float bias2_sqrt;        /* sqrt(1 - beta2^t) */
     uint32_t noise_key[2];   /* of stochastic rounding in this step */
     int skip;                /* 1: the update leaves everything as it is */
+    int votes;               /* ranks that gave a vote along with their sum */
 } ZeroScalars;
 
 /* What the finish needs besides the sums. */
@@ -161,13 +162,13 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
 
 template <typename Passenger>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-    zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger,
+    zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger, int vote,
                          double* own) {
     double sum = 0.0;
     for (int i = (int)threadIdx.x; i < partials_count; i += ZERO_BLOCK_THREADS) sum += partials[i];
     sum = zero_block_sum(sum);
     if (threadIdx.x == 0) {
-        own[0] = sum;
+        own[0] = copysign(sum, vote ? -1.0 : 1.0); /* a sum of squares needs no sign: it carries the vote */
         own[1] = passenger ? *passenger : 0.0;
     }
 }
@@ -204,7 +205,7 @@ static __device__ __forceinline__ int zero_decide(const double* sums, const Zero
     double squares = 0.0;
     *passenger = 0.0;
     for (int r = 0; r < settings.ranks; r++) {
-        squares += sums[2 * r];
+        squares += fabs(sums[2 * r]);
         *passenger += sums[2 * r + 1];
     }
     *norm = sqrt(squares) * fabs(settings.grad_scale);
@@ -219,6 +220,8 @@ template <typename Settings>
 static __global__ void zero_norm_finish_kernel(const double* sums, const Settings settings, ZeroScalars* s) {
     double norm, factor, passenger;
     s->skip = zero_decide(sums, settings, &norm, &factor, &passenger);
+    s->votes = 0;
+    for (int r = 0; r < settings.ranks; r++) s->votes += signbit(sums[2 * r]) != 0;
     s->passenger_sum = passenger;
     s->norm = (float)norm;
     if (s->skip) {
@@ -269,8 +272,8 @@ typedef struct ZeroNorm {
     size_t chunks_count;
     const void* grads; /* flat, reduced in this rank's slices */
     ZeroDtype grads_dtype;
-    double* partials;       /* min(chunks_count, ZERO_NORM_BLOCKS_MAX) */
-    double* own_sums;       /* 2: this rank's sum of squares and passenger, for the all-gather */
+    double* partials; /* min(chunks_count, ZERO_NORM_BLOCKS_MAX) */
+    double* own_sums; /* 2: this rank's sum of squares (negative: a vote) and passenger, for the all-gather */
     const double* all_sums; /* 2 * ranks, in rank order; with one rank the same as own_sums */
     ZeroScalars* scalars;
 } ZeroNorm;
@@ -293,11 +296,13 @@ static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t s
     return zero_ok();
 }
 
-/* Launch 2. passenger: one double on the device, or NULL. */
-static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passenger, cudaStream_t stream) {
+/* Launch 2. passenger: one double on the device, or NULL. vote: 0 or 1, counted over the ranks in ZeroScalars.votes. */
+static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passenger, int vote,
+                                       cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
     ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials,
-                                     (int)zero_norm_blocks(norm->chunks_count), passenger, norm->own_sums));
+                                     (int)zero_norm_blocks(norm->chunks_count), passenger, vote,
+                                     norm->own_sums));
     return zero_ok();
 }
 

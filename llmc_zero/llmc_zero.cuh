@@ -13,7 +13,8 @@
      adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding
      optimizer.cuh    ZeroOptimizer: the buffers and the step; a whole example stands at its top
      replicas.cuh     do all ranks hold the same parameters?
-   and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder).
+   and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
+   checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries).
 
    Include it in any number of translation units: host functions are static inline, kernels templates. It needs C++17,
    CUDA 12 or later and NCCL, or ZERO_NO_NCCL defined for programs of one rank.

@@ -40,8 +40,8 @@
 
    defines: ZeroConfig, zero_config, ZeroOptimizer, ZeroReport, zero_init, zero_alloc_params, zero_alloc_grads,
             zero_alloc_state, zero_free, zero_begin, zero_params_acquire, zero_params_release,
-            zero_params_acquire_all, zero_grads_acquire, zero_grads_ready, zero_attach, zero_grad_norm, zero_skip,
-            zero_set_step, zero_update, zero_report, zero_params_changed, zero_state_changed, zero_set_t
+            zero_params_acquire_all, zero_grads_acquire, zero_grads_ready, zero_attach, zero_vote, zero_grad_norm,
+            zero_skip, zero_set_step, zero_update, zero_report, zero_params_changed, zero_state_changed, zero_set_t
 */
 #ifndef LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
 #define LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
@@ -112,6 +112,7 @@ typedef struct ZeroOptimizer {
     int status_in_flight; /* a copy was sent and has not been seen to arrive */
     int status_stale;     /* scalars changed since the last copy was sent */
     const double* passenger;
+    int vote;
     /* the step */
     ZeroUnitState* units;
     int* bucket_waits; /* units that are not ready yet */
@@ -130,6 +131,7 @@ typedef struct ZeroReport {
     int skip;             /* the last step was one of either */
     float norm;           /* of the last step, before clipping */
     double passenger_sum; /* zero_attach */
+    int votes;            /* zero_vote: ranks that had a vote in the last step */
     double exposed_ms;    /* compute stream stood still for collectives since the last report; needs timing */
 } ZeroReport;
 
@@ -580,6 +582,10 @@ static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
    say): ZeroReport.passenger_sum. NULL: none. It must be written on the compute stream before zero_grad_norm. */
 static inline void zero_attach(ZeroOptimizer* z, const double* device_value) { z->passenger = device_value; }
 
+/* A vote that travels with the next norms: ZeroReport.votes says, on every rank alike, how many ranks gave one. For what
+   one rank hears of and all must do in the same step (a signal to stop). 0 takes it back. */
+static inline void zero_vote(ZeroOptimizer* z, int vote) { z->vote = vote != 0; }
+
 static inline ZeroResult zero_check_skips(const ZeroOptimizer* z, const ZeroScalars* status) {
     if (z->config.skip_limit == 0 || status->skipped_in_row < z->config.skip_limit) return zero_ok();
     return zero_error(ZERO_ERROR_SKIPS,
@@ -653,7 +659,7 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
             if (!z->bucket_reduced[b]) ZERO_TRY(zero_reduce_bucket(z, b));
         ZERO_TRY(zero_comm_wait_reduced(&z->comm));
         ZERO_TRY(zero_norm_partials(&work, z->comm.compute));
-        ZERO_TRY(zero_norm_sum(&work, z->passenger, z->comm.compute));
+        ZERO_TRY(zero_norm_sum(&work, z->passenger, z->vote, z->comm.compute));
         ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
         ZERO_TRY(zero_norm_finish(&work, &settings, z->comm.compute));
         ZERO_TRY(zero_send_status(z, 0));
@@ -738,6 +744,7 @@ static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     report->skip = s->skip;
     report->norm = s->norm;
     report->passenger_sum = s->passenger_sum;
+    report->votes = s->votes;
     ZERO_TRY(zero_clock_read(&z->comm, &report->exposed_ms));
     return zero_check_skips(z, s);
 }

@@ -14,7 +14,7 @@ ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settin
                             const ZeroHyper* hyper, size_t chunks_count, const double* passenger,
                             cudaStream_t stream) {
     ZERO_TRY(zero_norm_partials(norm, stream));
-    ZERO_TRY(zero_norm_sum(norm, passenger, stream));
+    ZERO_TRY(zero_norm_sum(norm, passenger, 0, stream));
     ZERO_TRY(zero_norm_finish(norm, settings, stream));
     ZERO_TRY(zero_skip_launch(norm->scalars, stream));
     ZERO_TRY(zero_set_t_launch(norm->scalars, 0, stream));

@@ -72,9 +72,11 @@ BAD = {  # arguments: words of the message
     "-A micro": ["-A micro", "not in this version"],
     "-pi tcp": ["-pi tcp", "not in this version"],
     "-pi smoke": ["-pi smoke"],
-    "-n 5": ["-n 5", "not in this version"],
-    "-nk 3": ["-nk 3", "not in this version"],
-    "-y 1": ["-y 1", "not in this version"],
+    "-n 5": ["-n 5", "-o DIR"],
+    "-n -1": ["-n -1", "0 to"],
+    "-nk 3": ["-nk 3", "-n"],
+    "-y 1": ["-y 1", "-o DIR"],
+    "-y 2": ["-y 2", "0 to 1"],
     "-T trace.json": ["-T trace.json", "not in this version"],
     "-S -1": ["-S -1"],
     "-S 4294967296": ["-S 4294967296"],
@@ -98,7 +100,7 @@ def check_refused(result, words):
 
 # Each of these ends a run of its own under mpirun: start-up flags, paths, memory, whatever is no word of a line. The
 # others are only refused when they are read, and share one start of the ranks.
-ALONE = [bad for bad in BAD if re.search(r"-p|-o|\n|-b$|-Q|-z 2|-d 3|000", bad)]
+ALONE = [bad for bad in BAD if re.search(r"-p|-o|\n|-b$|-Q|-z 2|-d 3|000|-n 5|-y 1", bad)]
 
 
 def with_small_model(arguments):

@@ -82,7 +82,7 @@ struct Ranks {
             own.at,       NULL};
         if (!passengers.empty()) passenger.put(std::vector<double>(1, passengers[(size_t)rank]));
         ok(zero_norm_partials(&work, NULL));
-        ok(zero_norm_sum(&work, passengers.empty() ? NULL : passenger.at, NULL));
+        ok(zero_norm_sum(&work, passengers.empty() ? NULL : passenger.at, 0, NULL));
         ok(cudaDeviceSynchronize());
         return own.get();
     }

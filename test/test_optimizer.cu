@@ -331,6 +331,23 @@ TEST(Optimizer, TheCallerMayDropAStep) {
     }
 }
 
+/* A vote of one rank reaches all with the same step, changes no number, and also travels with a step that is skipped. */
+TEST(Optimizer, AVoteIsHeardByAllInTheSameStep) {
+    std::vector<float> p;
+    Model m(sgd(1), ZERO_FP32, {10, 200}, 0, 0);
+    OK(m.result);
+    for (int step = 1; step <= 4; step++) {
+        ZeroReport report;
+        zero_vote(&m.z, (step == 2 && world.rank == world.ranks - 1) || step == 4);
+        OK(m.step([&](size_t) { return step == 4 ? NAN : 1.0f; }));
+        OK(zero_report(&m.z, &report));
+        EXPECT_EQ(report.votes, step == 2 ? 1 : step == 4 ? world.ranks : 0);
+        EXPECT_EQ(report.skip, step == 4);
+    }
+    OK(m.params(&p));
+    for (float x : p) ASSERT_EQ(x, -3.0f);
+}
+
 /* Case E2: weights written from outside are not undone by old masters. */
 TEST(Optimizer, MastersFollowNewWeights) {
     for (int stage = 0; stage <= 1; stage++) {

@@ -1,13 +1,13 @@
 """Runs the unit programs that the Makefile builds from test/test_*.cu; those that exchange data on 1 to 4 ranks."""
 
 import pytest
-from conftest import TOP, run
+from conftest import TOP, run, slow
 
-ON_RANKS = {"test_optimizer"}
+ON_RANKS = {"test_optimizer": (1, 2, 3, 4), "test_checkpoint": (1, 2)}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
 PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm") if name in PROGRAMS]
 IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw")
-CASES = [(name, ranks) for name in PROGRAMS for ranks in ((1, 2, 3, 4) if name in ON_RANKS else (None,))]
+CASES = [(name, ranks) for name in PROGRAMS for ranks in ON_RANKS.get(name, (None,))]
 
 
 @pytest.mark.parametrize("order", ["rev", "rand:7"])
@@ -21,4 +21,11 @@ def test_unit_with_warps_and_blocks_in_another_order(name, order):
 @pytest.mark.parametrize("name,ranks", CASES)
 def test_unit(name, ranks):
     result = run([str(TOP / "build/test" / name)], ranks=ranks, timeout=300)
+    assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out
+
+
+@pytest.mark.parametrize("ranks,tests", [(8, "Checkpoint.Any*:Checkpoint.TheFile*:Checkpoint.ADamaged*"),
+                                         pytest.param(3, "*", marks=slow), pytest.param(4, "*", marks=slow)])
+def test_checkpoint_on_more_ranks(ranks, tests):
+    result = run([str(TOP / "build/test/test_checkpoint"), f"--gtest_filter={tests}"], ranks=ranks, timeout=300)
     assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out

@@ -24,13 +24,13 @@ typedef struct Options {
     const char* directory;
     const char *start_method, *server, *start_path;
     long long start_ranks, start_rank, gpus_per_node;
+    long long checkpoint_every, checkpoint_keep, resume;
     /* new */
     long long layers, width, dtype, algorithm, seed, reduction, accumulation, overlap, data;
     double beta1, beta2, eps, momentum, max_norm, bucket_mb;
     long long bucket_unit; /* -K unit */
-    long long plan, help;
+    long long plan, help, hash_every;
     /* later versions */
-    long long checkpoint_every, checkpoint_keep, resume, hash_every;
     const char* trace;
 } Options;
 
@@ -67,10 +67,13 @@ static const Option OPTIONS[] = {
      "bf16: 1 fp32 masters, 0 stochastic rounding (1)"},
     {"-z", OPTION_INT, OPTION_AT(stage), 0, 3, NULL, "2|3", "ZeRO stage: 0 off, 1 optimizer state (1)"},
     {"-o", OPTION_TEXT, OPTION_AT(directory), 0, 0, "DIR", NULL,
-     "write DIR/main.log and DIR/summary.json (nothing)"},
-    {"-n", OPTION_INT, OPTION_AT(checkpoint_every), 0, 1e12, NULL, "*", "checkpoint every n steps"},
-    {"-nk", OPTION_INT, OPTION_AT(checkpoint_keep), 0, 1e12, NULL, "*", "keep the last k checkpoints"},
-    {"-y", OPTION_INT, OPTION_AT(resume), 0, 1, NULL, "*", "resume"},
+     "write main.log, summary.json and checkpoints there (nothing)"},
+    {"-n", OPTION_INT, OPTION_AT(checkpoint_every), 0, 1e12, NULL, NULL,
+     "checkpoint in -o DIR every n steps and at the end, 0 = never (0)"},
+    {"-nk", OPTION_INT, OPTION_AT(checkpoint_keep), 0, 1e12, NULL, NULL,
+     "keep the last k checkpoints, 0 = all (0)"},
+    {"-y", OPTION_INT, OPTION_AT(resume), 0, 1, NULL, NULL,
+     "1: resume from the newest whole checkpoint in -o DIR, if there is one (0)"},
     {"-pi", OPTION_TEXT, OPTION_AT(start_method), 0, 0, "mpi|fs", "tcp",
      "start-up: mpi, or a shared folder (mpi where built with it)"},
     {"-ps", OPTION_TEXT, OPTION_AT(server), 0, 0, "ADDR", "*", "server address, for tcp"},
@@ -215,6 +218,12 @@ static inline ZeroResult options_check(const Options* o, int ranks) {
     if (o->directory && (o->directory[0] == '\0' || strlen(o->directory) > 3000))
         return zero_error(ZERO_ERROR_ARGUMENT, "-o %.60s: a path of 1 to 3000 characters is needed",
                           o->directory);
+    if (!o->directory && (o->checkpoint_every || o->resume))
+        return zero_error(ZERO_ERROR_ARGUMENT, "%s %lld: -o DIR is needed, for the checkpoints",
+                          o->checkpoint_every ? "-n" : "-y",
+                          o->checkpoint_every ? o->checkpoint_every : o->resume);
+    if (o->checkpoint_keep && !o->checkpoint_every)
+        return zero_error(ZERO_ERROR_ARGUMENT, "-nk %lld: works with -n only", o->checkpoint_keep);
     return zero_ok();
 }
 

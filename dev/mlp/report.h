@@ -2,7 +2,7 @@
 
    main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged.
 
-   defines: Report, report_open, report_step, report_close, ParamsDigest, params_digest
+   defines: Report, report_open, report_begin, report_step, report_sync, report_close, ParamsDigest, params_digest
 */
 #pragma once
 #include <errno.h>
@@ -10,6 +10,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "../../llmc_zero/checkpoint_folder.cuh"
 #include "../../llmc_zero/llmc_zero.cuh"
 #include "options.h"
 
@@ -22,13 +23,27 @@ typedef struct Report { /* rank 0 writes, the others keep quiet */
     double loss, norm;
 } Report;
 
-/* Makes the directory with its parents and opens DIR/main.log anew. A rank that does not write only returns. */
+/* A run that does not resume must not mix its checkpoints with those of an older one. */
+static inline ZeroResult report_check_unused(const Options* o) {
+    std::vector<uint64_t> steps;
+    std::vector<std::string> temporary;
+    if (o->resume) return zero_ok();
+    ZERO_TRY(zero_checkpoint_steps(o->directory, &steps, &temporary));
+    if (steps.empty()) return zero_ok();
+    return zero_error(ZERO_ERROR_ARGUMENT,
+                      "-o %.120s: holds checkpoints of a run, up to step %llu: resume it with -y 1, or give "
+                      "another directory",
+                      o->directory, (unsigned long long)steps.back());
+}
+
+/* Makes the directory with its parents. A rank that does not write only returns. */
 static inline ZeroResult report_open(Report* report, const Options* o, int writes) {
     char path[4096];
     size_t i, length;
     memset(report, 0, sizeof(*report));
     report->writes = writes;
     report->options = o;
+    report->loss = report->norm = NAN; /* no step yet */
     if (!writes || !o->directory) return zero_ok();
     length = strlen(o->directory);
     for (i = 1; i <= length; i++) {
@@ -38,14 +53,53 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
             return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s",
                               o->directory, path, strerror(errno));
     }
+    ZERO_TRY(report_check_unused(o));
     snprintf(path, sizeof(path), "%s/summary.json", o->directory);
     unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
+    return zero_ok();
+}
+
+/* Copies the lines of main.log up to a step to main.log.tmp, which then takes its place: a run that is killed here leaves
+   one or the other. A last line without its end is not kept. */
+static inline int report_cut_log(const char* path, long long step) {
+    char temporary[4200], line[512];
+    FILE* from = fopen(path, "r");
+    FILE* to;
+    int failed;
+    if (!from) return errno == ENOENT ? 0 : -1;
+    snprintf(temporary, sizeof(temporary), "%s.tmp", path);
+    to = fopen(temporary, "w");
+    while (to && fgets(line, sizeof(line), from)) {
+        long long of_step;
+        if (sscanf(line, "s:%lld ", &of_step) == 1 && of_step <= step && strchr(line, '\n')) fputs(line, to);
+    }
+    failed = !to || ferror(from) || ferror(to);
+    if (to) failed |= fflush(to) != 0 || fsync(fileno(to)) != 0;
+    if (to) failed |= fclose(to) != 0;
+    fclose(from);
+    return failed || rename(temporary, path) != 0 ? -1 : 0;
+}
+
+/* Opens DIR/main.log: anew, or behind the line of the step after which the run goes on. */
+static inline ZeroResult report_begin(Report* report, long long step) {
+    const Options* o = report->options;
+    char path[4096];
+    int failed;
+    if (!report->writes || !o->directory) return zero_ok();
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
-    report->log = fopen(path, "w");
+    failed = step > 0 && report_cut_log(path, step) != 0;
+    report->log = failed ? NULL : fopen(path, step > 0 ? "a" : "w");
     if (!report->log)
         return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory,
                           strerror(errno));
     return zero_ok();
+}
+
+/* main.log is on the disk before a checkpoint that lets a run go on behind its last line. */
+static inline ZeroResult report_sync(Report* report) {
+    if (!report->log || fsync(fileno(report->log)) == 0 || errno == EINVAL) return zero_ok();
+    return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", report->options->directory,
+                      strerror(errno));
 }
 
 static inline ZeroResult report_keep(Report* report, double step_ms, double exposed_ms) {
@@ -87,7 +141,7 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
 /* ------------------------------------------------------------------ the parameters in numbers */
 
 typedef struct ParamsDigest {
-    double sum;    /* as the recipe sums: sum of each weight + width * sum of each bias */
+    double sum; /* as the recipe sums: sum of each weight + width * sum of each bias */
     double plain_sum;
     uint64_t hash; /* over every element with its model index; the order of adding does not matter */
 } ParamsDigest;
@@ -163,8 +217,9 @@ static inline void report_number(FILE* file, const char* key, double value) {
 }
 
 /* Writes DIR/summary.json (whole or not at all) and closes main.log; frees. peak_bytes: the four memory points. */
-static inline ZeroResult report_close(Report* report, int ranks, uint64_t skipped, const ParamsDigest* digest,
-                                      const size_t* peak_bytes, size_t state_bytes) {
+static inline ZeroResult report_close(Report* report, int ranks, long long steps, uint64_t skipped,
+                                      const ParamsDigest* digest, const size_t* peak_bytes,
+                                      size_t state_bytes) {
     const Options* o = report->options;
     char path[4096], temporary[4096];
     FILE* file = NULL;
@@ -177,7 +232,7 @@ static inline ZeroResult report_close(Report* report, int ranks, uint64_t skippe
     }
     if (file) {
         fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n",
-                ranks, o->stage, o->steps, (unsigned long long)skipped);
+                ranks, o->stage, steps, (unsigned long long)skipped);
         report_number(file, "loss", report->loss);
         report_number(file, "norm", report->norm);
         fprintf(file,

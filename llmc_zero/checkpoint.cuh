@@ -1,0 +1,41 @@
+/* llmc_zero/checkpoint.cuh - one file for the state of all ranks; any number of ranks loads it.
+
+       ZeroCheckpoint what = zero_checkpoint();           // or with the tensors' shapes, strings of your own
+       what.step = step, what.samples = samples;
+       zero_checkpoint_save(&z, "run/step_00000010.safetensors", &what);
+       ...
+       zero_checkpoint_load(&z, "run/step_00000010.safetensors", &what, NULL);     // what.step, what.samples
+
+   All ranks make the same call, between two steps; all see the same folder. They get the same result, except that an
+   error of CUDA or NCCL may strike one rank alone, as in a step: end all ranks then.
+
+   The file (safetensors.cuh) holds of each tensor NAME (the masters, or the params where there are none), NAME.exp_avg
+   and NAME.exp_avg_sq, as far as they are kept: all weights in model order, all exp_avg, all exp_avg_sq (bf16 weights
+   last, so that everything stays aligned). There is no padding in it, and nothing depends on ranks, stage or buckets.
+
+   Saving: each rank writes the ranges that it owns, a piece of at most 4 MB after the other, through two pinned buffers:
+   the device fills one while the host writes the other. The checksums go to rank 0, which writes the header last.
+   C1  The file appears under its name by rename, after every rank has written and synced its part and said so, and after
+       rank 0 has synced the header. The folder is synced behind it.
+   C2  A save that fails leaves what stood under the name as it was, and no temporary file (NAME.tmp) unless the process
+       dies; the next save to the name replaces that.
+   Loading:
+   C3  Header, names, shapes, settings and every checksum are checked, and all ranks agree that they are fine, before any
+       device memory is written. The ranks share the checking, so that the file is read once for it.
+   C4  Then each rank reads the ranges it holds, and params are rounded from masters and gathered as after a step.
+
+   Host memory: 8 MB of pinned buffers and the list of pieces (32 bytes each), whatever the model's size. Not part of
+   llmc_zero.cuh, because it needs xxHash and nlohmann's JSON; see safetensors.cuh.
+
+   checkpoint_folder.cuh adds names, the newest whole file and the last k.
+
+   defines: nothing of its own. checkpoint_parts.cuh: ZeroTensor, ZeroString, ZeroCheckpoint, zero_checkpoint, zero_agree;
+            checkpoint_save.cuh: zero_checkpoint_save; checkpoint_load.cuh: zero_checkpoint_load
+*/
+#ifndef LLMC_ZERO_CHECKPOINT_CUH_INCLUDED
+#define LLMC_ZERO_CHECKPOINT_CUH_INCLUDED
+
+#include "checkpoint_load.cuh"
+#include "checkpoint_save.cuh"
+
+#endif /* LLMC_ZERO_CHECKPOINT_CUH_INCLUDED */

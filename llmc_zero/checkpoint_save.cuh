@@ -1,0 +1,240 @@
+/* llmc_zero/checkpoint_save.cuh - saving: every rank writes its ranges of one file; rank 0 writes the header last. The
+   manual, with the numbered promises, is in checkpoint.cuh.
+
+   In order, all ranks agreeing after each: plan (every rank computes the same header, without checksums), create (rank 0),
+   open (the others), pieces (all; each syncs its part), gather the checksums, finish (rank 0: header, sync, rename, folder).
+
+   defines: ZeroSave, zero_checkpoint_save
+*/
+#ifndef LLMC_ZERO_CHECKPOINT_SAVE_CUH_INCLUDED
+#define LLMC_ZERO_CHECKPOINT_SAVE_CUH_INCLUDED
+
+#include <fcntl.h>
+#include <stdio.h>
+
+#include "checkpoint_parts.cuh"
+
+typedef struct ZeroSave {
+    ZeroOptimizer* z;
+    const ZeroCheckpoint* what;
+    std::string path, temporary;
+    ZeroArray arrays[3];
+    int arrays_count;
+    std::vector<ZeroChunk> chunks;              /* this rank's */
+    ZeroFileHeader header;                      /* with the pieces of all ranks */
+    std::string text;                           /* the file's bytes before the data */
+    std::vector<size_t> pieces_of;              /* how many pieces each rank writes */
+    std::vector<std::pair<int, size_t>> writer; /* of header.pieces[k]: rank, and which of its pieces */
+    std::vector<uint64_t> checksums;            /* of this rank's pieces */
+    int fd;
+    ZeroStaging staging;
+} ZeroSave;
+
+/* The pieces of all ranks, in order of offset. Every rank computes the same. */
+static inline ZeroResult zero_save_plan_pieces(ZeroSave* save) {
+    typedef struct ZeroPlanned {
+        ZeroFilePiece piece;
+        std::pair<int, size_t> writer;
+    } ZeroPlanned;
+    std::vector<ZeroPlanned> planned;
+    std::vector<ZeroChunk> chunks;
+    for (int rank = 0; rank < save->z->ranks; rank++) {
+        ZERO_TRY(zero_checkpoint_chunks(save->z, rank, &chunks));
+        if (rank == save->z->rank) save->chunks = chunks;
+        save->pieces_of.push_back(0);
+        for (int a = 0; a < save->arrays_count; a++) {
+            const size_t bytes = save->arrays[a].element_bytes;
+            ZeroSpan span = {0, 0, 0, 0};
+            while (zero_next_span(chunks, ZERO_FILE_PIECE_BYTES / bytes, &span))
+                planned.push_back(
+                    {{save->arrays[a].offset + span.model_offset * bytes, span.count * bytes, 0},
+                     {rank, save->pieces_of.back()++}});
+        }
+    }
+    std::sort(planned.begin(), planned.end(),
+              [](const ZeroPlanned& a, const ZeroPlanned& b) { return a.piece.offset < b.piece.offset; });
+    for (const ZeroPlanned& p : planned) {
+        save->header.pieces.push_back(p.piece);
+        save->writer.push_back(p.writer);
+    }
+    return zero_ok();
+}
+
+/* Everything that can be known before a byte is written. t comes from the device. */
+static inline ZeroResult zero_save_plan(ZeroSave* save) {
+    ZeroOptimizer* z = save->z;
+    ZeroFileHeader again;
+    ZeroScalars scalars;
+    void* params;
+    ZERO_TRY(zero_checkpoint_callable(z, "zero_checkpoint_save"));
+    ZERO_TRY(zero_params_acquire_all(z, &params));
+    ZERO_TRY(zero_comm_drain(&z->comm));
+    ZERO_TRY_CUDA(cudaMemcpy(&scalars, z->scalars, sizeof(scalars), cudaMemcpyDeviceToHost));
+    ZERO_TRY(zero_staging_create(&save->staging));
+    save->arrays_count = zero_checkpoint_arrays(z, save->arrays);
+    ZERO_TRY(zero_checkpoint_header(z, save->what, save->arrays, save->arrays_count, &save->header));
+    save->header.strings["t"] = std::to_string(scalars.t);
+    save->header.strings["step"] = std::to_string(save->what->step);
+    save->header.strings["samples"] = std::to_string(save->what->samples);
+    ZERO_TRY(zero_save_plan_pieces(save));
+    ZERO_TRY(zero_file_describe(save->header, &save->text));
+    /* what could not be read again (two tensors of one name, say) is refused now */
+    std::string sealed = save->text;
+    ZERO_TRY(zero_file_seal(save->header.pieces, &sealed));
+    ZeroResult result = zero_file_parse(sealed, sealed.size() + save->header.data_bytes, &again);
+    if (result.code != ZERO_OK) result.code = ZERO_ERROR_ARGUMENT;
+    return result;
+}
+
+/* All ranks must be about to write the same file. */
+static inline ZeroResult zero_save_compare(ZeroSave* save) {
+    const uint64_t own[2] = {XXH3_64bits(save->text.data(), save->text.size()), 0};
+    std::vector<uint64_t> all(2 * (size_t)save->z->ranks);
+    ZERO_TRY(zero_exchange_words(save->z, own, all.data()));
+    for (int r = 1; r < save->z->ranks; r++)
+        if (all[2 * (size_t)r] != all[0])
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "rank %d would write another header than rank 0: give all ranks the same "
+                              "settings, tensors, strings, step and samples",
+                              r);
+    return zero_ok();
+}
+
+/* Rank 0 makes the temporary file, anew: a process of a broken run may still be writing to an old one. The space is asked
+   for at once where the file system can do that, so that a full disk is seen before the work. */
+static inline ZeroResult zero_save_create(ZeroSave* save) {
+    const char* name = save->temporary.c_str();
+    const uint64_t bytes = save->text.size() + save->header.data_bytes;
+    if (save->z->rank != 0) return zero_ok();
+    if (unlink(name) != 0 && errno != ENOENT)
+        return zero_error(ZERO_ERROR_SYSTEM, "%s is in the way: %s", zero_base_name(name), strerror(errno));
+    save->fd = open(name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (save->fd < 0)
+        return zero_error(ZERO_ERROR_SYSTEM, "cannot make %s: %s", zero_base_name(name), strerror(errno));
+    int failed = fallocate(save->fd, 0, 0, (off_t)bytes) != 0;
+    if (failed && (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL))
+        failed = ftruncate(save->fd, (off_t)bytes) != 0;
+    if (failed)
+        return zero_error(ZERO_ERROR_SYSTEM, "no room for %.3f MB: %s", 1e-6 * (double)bytes,
+                          strerror(errno));
+    return zero_ok();
+}
+
+static inline ZeroResult zero_save_open(ZeroSave* save) {
+    if (save->z->rank == 0) return zero_ok();
+    save->fd = open(save->temporary.c_str(), O_WRONLY | O_CLOEXEC);
+    if (save->fd >= 0) return zero_ok();
+    return zero_error(ZERO_ERROR_SYSTEM,
+                      "cannot open %s, which rank 0 has made: %s; all ranks must see one folder",
+                      zero_base_name(save->temporary.c_str()), strerror(errno));
+}
+
+/* Writes the piece that lies in a buffer once its copy has ended. The kernel is told to begin with the disk. */
+static inline ZeroResult zero_save_piece(ZeroSave* save, int turn, size_t bytes, uint64_t offset) {
+    ZERO_TRY(zero_wait_event(&save->z->comm, save->staging.copied[turn]));
+    save->checksums.push_back(XXH3_64bits(save->staging.buffer[turn], bytes));
+    ZERO_TRY(zero_file_write(save->fd, save->staging.buffer[turn], bytes, save->text.size() + offset));
+    sync_file_range(save->fd, (off_t)(save->text.size() + offset), (off_t)bytes, SYNC_FILE_RANGE_WRITE);
+    return zero_ok();
+}
+
+static inline ZeroResult zero_save_close(ZeroSave* save) {
+    const int failed = fsync(save->fd) != 0 || close(save->fd) != 0;
+    save->fd = -1;
+    return failed ? zero_error(ZERO_ERROR_SYSTEM, "fsync or close: %s", strerror(errno)) : zero_ok();
+}
+
+/* This rank's part: while the host works on one buffer, the device fills the other. */
+static inline ZeroResult zero_save_pieces(ZeroSave* save) {
+    ZeroOptimizer* z = save->z;
+    size_t waiting_bytes = 0; /* in the other buffer, copied or being copied, not written yet */
+    uint64_t waiting_offset = 0;
+    int turn = 0;
+    for (int a = 0; a < save->arrays_count; a++) {
+        const ZeroArray* array = &save->arrays[a];
+        ZeroSpan span = {0, 0, 0, 0};
+        while (zero_next_span(save->chunks, ZERO_FILE_PIECE_BYTES / array->element_bytes, &span)) {
+            ZERO_TRY(zero_copy_span(z, array, save->chunks, &span, save->staging.buffer[turn],
+                                    cudaMemcpyDeviceToHost));
+            ZERO_TRY_CUDA(cudaEventRecord(save->staging.copied[turn], z->comm.compute));
+            if (waiting_bytes > 0) ZERO_TRY(zero_save_piece(save, !turn, waiting_bytes, waiting_offset));
+            waiting_bytes = span.count * array->element_bytes;
+            waiting_offset = array->offset + span.model_offset * array->element_bytes;
+            turn = !turn;
+        }
+    }
+    if (waiting_bytes > 0) ZERO_TRY(zero_save_piece(save, !turn, waiting_bytes, waiting_offset));
+    return z->rank == 0 ? zero_ok() : zero_save_close(save);
+}
+
+/* Brings all checksums to the header's list, two of each rank at a time. */
+static inline ZeroResult zero_save_gather_checksums(ZeroSave* save) {
+    const size_t most = *std::max_element(save->pieces_of.begin(), save->pieces_of.end());
+    const size_t ranks = (size_t)save->z->ranks;
+    std::vector<uint64_t> all(2 * ranks), checksums(most * ranks + ranks); /* [index][rank] */
+    save->checksums.resize(most + 1, 0);
+    for (size_t i = 0; i < most; i += 2) {
+        ZERO_TRY(zero_exchange_words(save->z, &save->checksums[i], all.data()));
+        for (size_t r = 0; r < ranks; r++) {
+            checksums[i * ranks + r] = all[2 * r];
+            checksums[(i + 1) * ranks + r] = all[2 * r + 1];
+        }
+    }
+    for (size_t k = 0; k < save->header.pieces.size(); k++)
+        save->header.pieces[k].checksum =
+            checksums[save->writer[k].second * ranks + (size_t)save->writer[k].first];
+    return zero_ok();
+}
+
+static inline ZeroResult zero_sync_folder_of(const std::string& path) {
+    const size_t slash = path.rfind('/');
+    const std::string folder = slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+    int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int failed =
+        fd < 0 || (fsync(fd) != 0 && errno != EINVAL); /* EINVAL: this file system has no such thing */
+    ZeroResult result =
+        failed ? zero_error(ZERO_ERROR_SYSTEM, "syncing the folder: %s", strerror(errno)) : zero_ok();
+    if (fd >= 0) close(fd);
+    return result;
+}
+
+/* Rank 0, once all have written: the header, then the name (C1). */
+static inline ZeroResult zero_save_finish(ZeroSave* save) {
+    if (save->z->rank != 0) return zero_ok();
+    ZERO_TRY(zero_file_seal(save->header.pieces, &save->text));
+    ZERO_TRY(zero_file_write(save->fd, save->text.data(), save->text.size(), 0));
+    ZERO_TRY(zero_save_close(save));
+    if (rename(save->temporary.c_str(), save->path.c_str()) != 0)
+        return zero_error(ZERO_ERROR_SYSTEM, "cannot rename %s: %s", zero_base_name(save->temporary.c_str()),
+                          strerror(errno));
+    return zero_sync_folder_of(save->path);
+}
+
+static inline ZeroResult zero_save_run(ZeroSave* save) {
+    ZeroOptimizer* z = save->z;
+    ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save); })));
+    ZERO_TRY(zero_save_compare(save));
+    ZERO_TRY(zero_agree(z, zero_save_create(save)));
+    ZERO_TRY(zero_agree(z, zero_save_open(save)));
+    ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_pieces(save); })));
+    ZERO_TRY(zero_save_gather_checksums(save));
+    return zero_agree(z, zero_guard([&]() { return zero_save_finish(save); }));
+}
+
+/* Writes the state of all ranks to `path`, whose folder must exist. what: step, samples, tensors and strings; the same on
+   all ranks. The host waits; the next step may follow. On an error, an older file of that name is still there (C2). */
+static inline ZeroResult zero_checkpoint_save(ZeroOptimizer* z, const char* path,
+                                              const ZeroCheckpoint* what) {
+    return zero_guard([&]() {
+        ZeroSave save = {z, what, path, std::string(path) + ".tmp", {}, 0, {}, {}, "", {}, {}, {}, -1, {}};
+        ZeroResult result = zero_guard([&]() { return zero_save_run(&save); });
+        if (result.code != ZERO_OK) zero_comm_drain(&z->comm); /* copies into the buffers that go now */
+        zero_staging_free(&save.staging);
+        if (save.fd >= 0) close(save.fd);
+        if (result.code == ZERO_OK) return result;
+        if (z->rank == 0) unlink(save.temporary.c_str());
+        return zero_error(result.code, "saving %.60s: %s", zero_base_name(path), result.text);
+    });
+}
+
+#endif /* LLMC_ZERO_CHECKPOINT_SAVE_CUH_INCLUDED */
