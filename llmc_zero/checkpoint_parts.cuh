@@ -46,17 +46,6 @@ static inline ZeroCheckpoint zero_checkpoint(void) {
 
 /* ------------------------------------------------------------------ agreement */
 
-/* Two words of each rank, in rank order, to all: all has 2 * ranks. They travel where a norm's sums do; between two steps
-   nothing else is in there. */
-static inline ZeroResult zero_exchange_words(ZeroOptimizer* z, const uint64_t* own, uint64_t* all) {
-    const size_t bytes = 2 * sizeof(uint64_t);
-    ZERO_TRY_CUDA(cudaMemcpyAsync(z->own_sums, own, bytes, cudaMemcpyHostToDevice, z->comm.compute));
-    ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
-    ZERO_TRY(zero_comm_drain(&z->comm));
-    ZERO_TRY_CUDA(cudaMemcpy(all, z->all_sums, bytes * (size_t)z->ranks, cudaMemcpyDeviceToHost));
-    return zero_ok();
-}
-
 /* ok if every rank gave ok; else, on all ranks, the error of the lowest one that failed, after "rank R: " unless all say
    the same. All ranks call it, between two steps; an error of the exchange itself is this rank's alone. */
 static inline ZeroResult zero_agree(ZeroOptimizer* z, ZeroResult mine) {

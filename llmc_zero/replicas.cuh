@@ -10,7 +10,7 @@
 
        zero_check_settings(&z, 0);   // at the start: will all ranks make the same calls?
 
-   defines: zero_check_replicas, zero_check_settings
+   defines: zero_check_replicas, zero_check_settings, zero_exchange_words, zero_find_odd_rank
 */
 #ifndef LLMC_ZERO_REPLICAS_CUH_INCLUDED
 #define LLMC_ZERO_REPLICAS_CUH_INCLUDED
@@ -50,23 +50,31 @@ static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegm
     return zero_ok();
 }
 
-/* Hands the 64 bits that lie in own_sums to all ranks: *all is in rank order, and the caller frees it. The two doubles
-   that a norm exchanges carry them; between two steps nothing else is in there. */
-static inline ZeroResult zero_exchange_bits(ZeroOptimizer* z, uint64_t** all) {
-    const size_t bytes = 2 * sizeof(double) * (size_t)z->ranks;
+/* Two words of each rank, in rank order, to all ranks: all has room for 2 * ranks. own NULL: what lies in z->own_sums
+   already. They travel where a norm's sums do; between two steps nothing else is in there. The host waits. */
+static inline ZeroResult zero_exchange_words(ZeroOptimizer* z, const uint64_t* own, uint64_t* all) {
+    const size_t bytes = 2 * sizeof(uint64_t);
+    if (own) ZERO_TRY_CUDA(cudaMemcpyAsync(z->own_sums, own, bytes, cudaMemcpyHostToDevice, z->comm.compute));
+    ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
+    ZERO_TRY(zero_comm_drain(&z->comm));
+    ZERO_TRY_CUDA(cudaMemcpy(all, z->all_sums, bytes * (size_t)z->ranks, cudaMemcpyDeviceToHost));
+    return zero_ok();
+}
+
+/* The first rank whose first word is not rank 0's, or 0 if there is none; words: rank 0's and that rank's. */
+static inline ZeroResult zero_find_odd_rank(ZeroOptimizer* z, const uint64_t* own, int* odd,
+                                            uint64_t words[2]) {
+    uint64_t* all = (uint64_t*)malloc(2 * sizeof(uint64_t) * (size_t)z->ranks);
     ZeroResult result;
     int r;
-    *all = (uint64_t*)malloc(bytes);
-    if (!*all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu bytes", bytes);
-    result = zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums);
-    if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
-    if (result.code == ZERO_OK) {
-        cudaError_t error = cudaMemcpy(*all, z->all_sums, bytes, cudaMemcpyDeviceToHost);
-        if (error != cudaSuccess)
-            result =
-                zero_error(ZERO_ERROR_CUDA, "reading what the ranks sent: %s", cudaGetErrorString(error));
-    }
-    for (r = 1; r < z->ranks && result.code == ZERO_OK; r++) (*all)[r] = (*all)[2 * r];
+    *odd = 0;
+    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", 2 * z->ranks);
+    result = zero_exchange_words(z, own, all);
+    for (r = z->ranks - 1; r > 0 && result.code == ZERO_OK; r--)
+        if (all[2 * r] != all[0]) *odd = r;
+    words[0] = result.code == ZERO_OK ? all[0] : 0;
+    words[1] = result.code == ZERO_OK ? all[2 * *odd] : 0;
+    free(all);
     return result;
 }
 
@@ -79,26 +87,23 @@ static inline ZeroResult zero_check_between_steps(const ZeroOptimizer* z, const 
    may be NULL. */
 static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     void* params;
-    uint64_t* all = NULL;
-    ZeroResult result = zero_ok();
-    int s, r;
+    uint64_t words[2] = {0, 0};
+    int s, odd;
     if (hash) *hash = 0;
     ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
     ZERO_TRY(zero_params_acquire_all(z, &params));
     ZERO_TRY_CUDA(cudaMemsetAsync(z->own_sums, 0, 2 * sizeof(double), z->comm.compute));
     for (s = 0; s < z->layout->segments_count; s++)
         ZERO_TRY(zero_hash_launch(z, &z->layout->segments[s], (unsigned long long*)z->own_sums));
-    result = zero_exchange_bits(z, &all);
-    for (r = 1; r < z->ranks && result.code == ZERO_OK; r++)
-        if (all[r] != all[0])
-            result = zero_error(
-                ZERO_ERROR_REPLICAS,
-                "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d of %d: resume "
-                "from a checkpoint",
-                (unsigned long long)all[0], (unsigned long long)all[r], r, z->ranks);
-    if (hash && result.code == ZERO_OK) *hash = all[0];
-    free(all);
-    return result;
+    ZERO_TRY(zero_find_odd_rank(z, NULL, &odd, words));
+    if (odd)
+        return zero_error(
+            ZERO_ERROR_REPLICAS,
+            "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d of %d: resume "
+            "from a checkpoint",
+            (unsigned long long)words[0], (unsigned long long)words[1], odd, z->ranks);
+    if (hash) *hash = words[0];
+    return zero_ok();
 }
 
 /* The layout and the settings that decide which collectives a step calls, and `extra` (anything of the caller's), must
@@ -114,26 +119,20 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
                                 (uint64_t)z->config.reduction,
                                 (uint64_t)z->config.overlap,
                                 extra};
-    uint64_t mixed[2] = {0, 0}, *all = NULL;
-    ZeroResult result;
+    uint64_t mixed[2] = {0, 0}, words[2] = {0, 0};
     size_t i;
-    int r;
+    int b, odd;
     ZERO_TRY(zero_check_between_steps(z, "zero_check_settings"));
     for (i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
         mixed[0] = zero_mix(mixed[0] ^ zero_mix(numbers[i]));
-    for (r = 0; r < layout->buckets_count; r++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[r].count);
-    ZERO_TRY_CUDA(
-        cudaMemcpyAsync(z->own_sums, mixed, sizeof(mixed), cudaMemcpyHostToDevice, z->comm.compute));
-    result = zero_exchange_bits(z, &all);
-    for (r = 1; r < z->ranks && result.code == ZERO_OK; r++)
-        if (all[r] != all[0])
-            result = zero_error(
-                ZERO_ERROR_ARGUMENT,
-                "rank %d was started with other flags or another model than rank 0 (rank %d: stage %d, %d "
-                "buckets, %zu elements): start all ranks alike",
-                r, z->rank, z->config.stage, layout->buckets_count, layout->model_count);
-    free(all);
-    return result;
+    for (b = 0; b < layout->buckets_count; b++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[b].count);
+    ZERO_TRY(zero_find_odd_rank(z, mixed, &odd, words));
+    if (!odd) return zero_ok();
+    return zero_error(
+        ZERO_ERROR_ARGUMENT,
+        "rank %d was started with other flags or another model than rank 0 (rank %d: stage %d, %d "
+        "buckets, %zu elements): start all ranks alike",
+        odd, z->rank, z->config.stage, layout->buckets_count, layout->model_count);
 }
 
 #endif /* LLMC_ZERO_REPLICAS_CUH_INCLUDED */
