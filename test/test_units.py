@@ -10,7 +10,7 @@ IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw")
 CASES = [(name, ranks) for name in PROGRAMS for ranks in ON_RANKS.get(name, (None,))]
 
 
-@pytest.mark.parametrize("order", ["rev", "rand:7"])
+@pytest.mark.parametrize("order", ["rev", pytest.param("rand:7", marks=slow)])
 @pytest.mark.parametrize("name", [name for name in IN_OTHER_ORDERS if name in PROGRAMS])
 def test_unit_with_warps_and_blocks_in_another_order(name, order):
     """A missing __syncthreads, or a block that relies on an earlier one, gives other numbers."""
