@@ -10,8 +10,10 @@
 #   5. the unit tests
 #   6. compute-sanitizer, memcheck and racecheck, on the unit tests that launch kernels
 #
-# NCCL and cuBLASLt may be there as Python packages only. GoogleTest may come along with the checkout:
+# NCCL and cuBLASLt may be there as Python packages only. GoogleTest, and the headers that checkpoints need, may come
+# along with the checkout:
 #   mkdir -p build/gtest && cp -r /usr/include/gtest /usr/src/googletest/googletest/src build/gtest
+#   mkdir -p build/headers && cp -r /usr/include/xxh*.h /usr/include/nlohmann build/headers
 #
 # Prints one table and leaves it in build/gpu_check/table.txt. Ends within BUDGET seconds (340); every part
 # has a limit of its own, and what no longer fits is in the table as "did not fit". Exit code 1 if any failed.
@@ -95,6 +97,11 @@ if [[ $DEVICE == cuda ]]; then
 else
     row "machine" "CPU build" "$(uname -m), $(nproc) cores" "$mpi"
 fi
+
+[[ ! -d build/headers ]] || export CPATH=$PWD/build/headers${CPATH:+:$CPATH}
+[[ -n $bench_only ]] || printf '#include <xxhash.h>\n#include <nlohmann/json.hpp>\n' |
+    g++ -E -x c++ -I.venv/include - >/dev/null 2>&1 ||
+    { echo "gpu_check: xxhash.h and nlohmann/json.hpp are missing: see the top of this script" >&2; exit 2; }
 
 build() {   # build LIMIT NAME TARGET...
     limited "$1" "build-$2" make -k -j"$(nproc)" "${@:3}"
