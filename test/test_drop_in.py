@@ -20,6 +20,7 @@ HOST_ONLY = ["check.cuh", "layout.cuh", "memory.cuh"]   # need no CUDA
 # JSON takes a compiler many seconds; `make cuda-check` compiles each of these alone, first and twice, too
 WITH_JSON = ["checkpoint.cuh", "checkpoint_parts.cuh", "checkpoint_save.cuh", "checkpoint_load.cuh",
              "checkpoint_folder.cuh", "safetensors.cuh"]
+IN_OTHERS = ["collectives.cuh", "grad_norm.cuh", "adamw.cuh", "optimizer.cuh"]   # and so do these
 LIBRARY = [name for name in HEADERS if name != "world.cuh"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 CPU_NVCC = [str(TOP / "dev/cpu/nvcc"), "-std=c++17", "-O0", "-Xcompiler", ",".join(WARNINGS)]
@@ -73,7 +74,7 @@ def file_scope(text):
 
 # ---- compiling --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("header", [pytest.param(header, marks=slow) if header in WITH_JSON else header
+@pytest.mark.parametrize("header", [pytest.param(header, marks=slow) if header in WITH_JSON + IN_OTHERS else header
                                     for header in HEADERS])
 def test_alone_first_twice_in_two_units(header, tmp_path):
     program = tmp_path / "program"
