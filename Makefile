@@ -64,6 +64,9 @@ ifeq ($(DEVICE),cuda)
 endif
 FAST_UNITS := $(filter test_adamw test_grad_norm,$(UNIT_FILES:test/%.cu=%))
 PROGRAMS   := $(patsubst test/%.cu,build/test/%,$(wildcard test/*_program.cu))
+ifneq ($(RUN_ALL),1)
+  PROGRAMS := $(filter-out build/test/save_program,$(PROGRAMS))   # for a slow test alone
+endif
 UNITS      := $(UNIT_FILES:test/%.cu=build/test/%) $(FAST_UNITS:%=build/test/%_fast)
 
 # Programs of the llm.c that dev/llmc/compare.sh has patched, with llm.c's flags: build/llmc/NAME/train_gpt2
@@ -107,6 +110,9 @@ units: $(UNITS) $(PROGRAMS) ## build the unit tests, build/test/*
 build/test/%: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test
 	$(NVCC) $(FLAGS) $< -o $@ $(LIBS) -lgtest_main -lgtest
+
+# JSON costs a compiler much, and these two do not compute.
+build/test/test_checkpoint build/test/safetensors_program: private FLAGS := $(subst -O3,-O1,$(FLAGS))
 
 build/test/%_program: test/%_program.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test

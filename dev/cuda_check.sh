@@ -76,7 +76,7 @@ for file in test/test_*.cu test/*_program.cu dev/gpu_check.cu; do
     name=$(basename "$file" .cu)
     [[ $name != test_cpu_* && -e $file ]] || continue
     gtest=$([[ $name != test_* ]] || echo "-lgtest_main -lgtest")
-    job "$name" "$nvcc_all $mpi $file -o $work/$name $libs $mpi_libs $gtest"
+    job "$name" "${nvcc_all/-O3/-O0} $mpi $file -o $work/$name $libs $mpi_libs $gtest"
 done
 
 # Two files that each include the header twice, before anything else; the first one has main.

@@ -54,6 +54,7 @@ def test_launch_as_a_command():
 # ---- dev/gpu_check.sh
 
 
+@slow
 @pytest.mark.skipif(os.environ.get("DEVICE") == "cuda", reason="would replace the build for the GPU")
 def test_gpu_check_dry_run():
     start = time.monotonic()

@@ -3,7 +3,7 @@
 import pytest
 from conftest import TOP, run, slow
 
-ON_RANKS = {"test_optimizer": (1, 2, 3, 4), "test_checkpoint": (1, 2)}
+ON_RANKS = {"test_optimizer": (1, 2, 3, 4), "test_checkpoint": (1,)}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
 PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm") if name in PROGRAMS]
 IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw")
@@ -25,7 +25,7 @@ def test_unit(name, ranks):
 
 
 @pytest.mark.parametrize("ranks,tests", [(8, "Checkpoint.Any*:Checkpoint.TheFile*:Checkpoint.ADamaged*"),
-                                         pytest.param(3, "*", marks=slow), pytest.param(4, "*", marks=slow)])
+                                         *(pytest.param(ranks, "*", marks=slow) for ranks in (2, 3, 4))])
 def test_checkpoint_on_more_ranks(ranks, tests):
     result = run([str(TOP / "build/test/test_checkpoint"), f"--gtest_filter={tests}"], ranks=ranks, timeout=300)
     assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out
