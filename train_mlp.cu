@@ -13,7 +13,7 @@
 #include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
 #include "dev/mlp/loss.cuh"       // defines: loss_run (MSE), data_split (new samples each step)
 #include "dev/mlp/linear.cuh"     // defines: Linear, linear_forward, linear_backward (cuBLASLt)
-#include "dev/mlp/report.h"       // defines: Report: step lines, main.log, summary.json; params_digest
+#include "dev/mlp/report.h"       // defines: Report: step lines, main.log, summary.json; params_sums
 
 // ----------------------------------------------------------------------------- the model
 
@@ -439,24 +439,13 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
     return zero_ok();
 }
 
-// Sum and hash of the params on every rank; ranks that differ are an error.
-static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* mine) {
-    ZeroWorld* world = mlp->world;
-    ZeroResult result = zero_ok();
+// Sums and hash of the params; ranks that differ are an error.
+static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* digest) {
     void* params;
     ZERO_TRY(zero_params_acquire_all(&mlp->zero, &params));
-    ZERO_TRY(zero_world_wait(world, mlp->stream));
-    ZERO_TRY(params_digest(mine, &mlp->layout, params, mlp->width, mlp->stream));
-    ParamsDigest* all = (ParamsDigest*)calloc((size_t)world->ranks, sizeof(ParamsDigest));
-    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
-    result = zero_world_gather(world, mine, sizeof(*mine), all);
-    for (int r = 1; r < world->ranks && result.code == ZERO_OK; r++)
-        if (all[r].hash != all[0].hash)
-            result = zero_error(ZERO_ERROR_REPLICAS,
-                                "params differ between ranks: hash %016llx on rank 0, %016llx on rank %d",
-                                (unsigned long long)all[0].hash, (unsigned long long)all[r].hash, r);
-    free(all);
-    return result;
+    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
+    ZERO_TRY(params_sums(digest, &mlp->layout, params, mlp->width, mlp->stream));
+    return zero_check_replicas(&mlp->zero, &digest->hash);
 }
 
 static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDigest* digest,

@@ -82,7 +82,9 @@ done
 # Two files that each include the header twice, before anything else; the first one has main.
 for header in llmc_zero/*.cuh; do
     name=$(basename "$header" .cuh)
-    case $name in checkpoint | checkpoint_*[!r]) continue ;; esac   # all of them are in checkpoint_folder.cuh
+    case $name in   # checkpoint_folder.cuh includes these
+    checkpoint | checkpoint_parts | checkpoint_save | checkpoint_load) continue ;;
+    esac
     first=$work/$name.first.cu second=$work/$name.second.cu
     printf '#include "%s"\n#include "%s"\n' "$header" "$header" | tee "$first" >"$second"
     echo "int main(void) { return 0; }" >>"$first"

@@ -126,13 +126,12 @@ static inline ZeroResult zero_load_check(ZeroLoad* load, ZeroOptimizer* z, const
         *load = {z, {}, 0, -1, ZeroFileHeader(), 0, 0, 0};
         ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_load_open(load, path, what); })));
         const uint64_t own[2] = {load->header.checksum, 0};
-        std::vector<uint64_t> all(2 * (size_t)z->ranks);
-        ZERO_TRY(zero_exchange_words(z, own, all.data()));
-        for (int r = 1; r < z->ranks; r++)
-            if (all[2 * (size_t)r] != all[0])
-                return zero_error(ZERO_ERROR_SYSTEM,
-                                  "rank %d sees another file than rank 0: header %s, not %s", r,
-                                  zero_file_hex(all[2 * (size_t)r]).c_str(), zero_file_hex(all[0]).c_str());
+        uint64_t words[2] = {0, 0};
+        int odd;
+        ZERO_TRY(zero_find_odd_rank(z, own, &odd, words));
+        if (odd)
+            return zero_error(ZERO_ERROR_SYSTEM, "rank %d sees another file than rank 0: header %s, not %s",
+                              odd, zero_file_hex(words[1]).c_str(), zero_file_hex(words[0]).c_str());
         ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_load_verify(load); })));
         what->step = load->step, what->samples = load->samples;
         return zero_ok();

@@ -89,15 +89,14 @@ static inline ZeroResult zero_save_plan(ZeroSave* save) {
 /* All ranks must be about to write the same file. */
 static inline ZeroResult zero_save_compare(ZeroSave* save) {
     const uint64_t own[2] = {XXH3_64bits(save->text.data(), save->text.size()), 0};
-    std::vector<uint64_t> all(2 * (size_t)save->z->ranks);
-    ZERO_TRY(zero_exchange_words(save->z, own, all.data()));
-    for (int r = 1; r < save->z->ranks; r++)
-        if (all[2 * (size_t)r] != all[0])
-            return zero_error(ZERO_ERROR_ARGUMENT,
-                              "rank %d would write another header than rank 0: give all ranks the same "
-                              "settings, tensors, strings, step and samples",
-                              r);
-    return zero_ok();
+    uint64_t words[2] = {0, 0};
+    int odd;
+    ZERO_TRY(zero_find_odd_rank(save->z, own, &odd, words));
+    if (!odd) return zero_ok();
+    return zero_error(ZERO_ERROR_ARGUMENT,
+                      "rank %d would write another header than rank 0: give all ranks the same "
+                      "settings, tensors, strings, step and samples",
+                      odd);
 }
 
 /* Rank 0 makes the temporary file, anew: a process of a broken run may still be writing to an old one. The space is asked

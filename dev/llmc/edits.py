@@ -434,6 +434,13 @@ def main_model(source):
 
 # ---------------------------------------------------------------------------- mends
 
+def correct(plan, found, right):
+    """Puts what is right in the place of a match's first group."""
+    if found[1] == right:
+        return MENDED
+    plan.change(*found.span(1), right)
+
+
 @mend("one-float", "llmc/zero.cuh train_gpt2.cu",
       "all-reduces of one float have sizeof(float) = 4 as their count: 12 bytes behind the buffer are read and written")
 def mend_one_float(plan):
@@ -452,9 +459,7 @@ def mend_one_float(plan):
       "the constant False is true: bias gradients of wide layers overwrite those of the micro-steps before")
 def mend_false(plan):
     found = plan.source.find(r"\bbool_constant\s*<\s*(true|false)\s*>\s*False\b", what="the constant False")
-    if found[1] == "false":
-        return MENDED
-    plan.change(*found.span(1), "false")
+    return correct(plan, found, "false")
 
 
 @mend("block-reduce", "llmc/attention.cuh",
@@ -476,9 +481,7 @@ def mend_residual_guard(plan):
     source = plan.source
     function = source.function("fused_residual_forward_kernel5")
     found = source.find(r"\bif\s*\(\s*idx\s*(>=?)\s*N\s*\)", function.body, "the guard idx > N")
-    if found[1] == ">=":
-        return MENDED
-    plan.change(*found.span(1), ">=")
+    return correct(plan, found, ">=")
 
 
 @mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile")

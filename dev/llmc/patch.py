@@ -156,7 +156,6 @@ class Patched:
             return now   # by hand; at another version, perhaps (git stash, git pull)
         return take_back(path, before.decode("latin-1"), now.decode("latin-1"), entry["changes"]).encode("latin-1")
 
-
     def taken_back(self):
         """Whether the trainer is as if it had never been patched: then the other files are, too."""
         trainer = self.folder / "train_gpt2.cu"
@@ -266,7 +265,8 @@ def show(work, left_out, mends_only):
 
 def patch(folder, left_out, mends_only, check, drop_own_code=False):
     patched = Patched(folder)
-    work = Work(folder, patched.originals(), left_out, mends_only)
+    originals = patched.originals()
+    work = Work(folder, originals, left_out, mends_only)
     if check:
         show(work, left_out, mends_only)
     if work.missing:
@@ -288,7 +288,7 @@ def patch(folder, left_out, mends_only, check, drop_own_code=False):
     for path, (_, result, _) in work.files.items():
         files[path] = result
     gone = []
-    for path, data in patched.originals().items():   # files that an earlier patch changed and this one does not
+    for path, data in originals.items():   # files that an earlier patch changed and this one does not
         if path not in work.files:
             files[path] = data
             gone.append(f"{FOLDER}/unpatched/{path}")

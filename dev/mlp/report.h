@@ -2,7 +2,7 @@
 
    main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged.
 
-   defines: Report, report_open, report_begin, report_step, report_sync, report_close, ParamsDigest, params_digest
+   defines: Report, report_open, report_begin, report_step, report_sync, report_close, ParamsDigest, params_sums
 */
 #pragma once
 #include <errno.h>
@@ -143,29 +143,26 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
 typedef struct ParamsDigest {
     double sum; /* as the recipe sums: sum of each weight + width * sum of each bias */
     double plain_sum;
-    uint64_t hash; /* over every element with its model index; the order of adding does not matter */
+    uint64_t hash; /* zero_check_replicas */
 } ParamsDigest;
 
-static inline void digest_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host,
-                                  ZeroDtype dtype, double sum_factor) {
+static inline void sum_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host,
+                               ZeroDtype dtype, double sum_factor) {
     double sum = 0.0;
-    uint64_t hash = 0;
     for (size_t i = 0; i < segment->count; i++) {
         uint32_t bits =
             dtype == ZERO_BF16 ? (uint32_t)((const uint16_t*)host)[i] << 16 : ((const uint32_t*)host)[i];
         float x;
         memcpy(&x, &bits, sizeof(x));
         sum += x;
-        hash += zero_mix((uint64_t)bits << 32 ^ zero_mix(segment->model_offset + i));
     }
     digest->sum += sum_factor * sum;
     digest->plain_sum += sum;
-    digest->hash += hash;
 }
 
-/* Reads all params back, segment by segment, behind what `stream` has to do. Biases are the odd segments. */
-static inline ZeroResult params_digest(ParamsDigest* digest, const ZeroLayout* layout, const void* params,
-                                       size_t width, cudaStream_t stream) {
+/* The sums: reads all params back, segment by segment, behind what `stream` has to do. Biases are the odd segments. */
+static inline ZeroResult params_sums(ParamsDigest* digest, const ZeroLayout* layout, const void* params,
+                                     size_t width, cudaStream_t stream) {
     size_t bytes = zero_dtype_bytes(layout->dtype), largest = 1;
     ZeroResult result = zero_ok();
     void* host;
@@ -182,7 +179,7 @@ static inline ZeroResult params_digest(ParamsDigest* digest, const ZeroLayout* l
         if (error != cudaSuccess)
             result = zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(error));
         else
-            digest_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
+            sum_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
     }
     free(host);
     return result;
