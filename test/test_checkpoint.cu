@@ -10,16 +10,9 @@
 
 #include "../llmc_zero/checkpoint_folder.cuh"
 #include "../llmc_zero/llmc_zero.cuh"
-#include "../llmc_zero/world.cuh"
+#include "ranks.h"
 
-static ZeroWorld world;
 static std::string folder; /* the same on all ranks, empty at the begin */
-
-#define OK(call)                                                               \
-    do {                                                                       \
-        ZeroResult ok_result = (call);                                         \
-        ASSERT_EQ(ok_result.code, ZERO_OK) << #call << ": " << ok_result.text; \
-    } while (0)
 
 /* ------------------------------------------------------------------ calls of the system that fail when they are told to */
 
@@ -735,15 +728,7 @@ TEST(Folder, ResumeTakesTheNewestThatIsWhole) {
 }
 
 int main(int argc, char** argv) {
-    ZeroWorldConfig config = {};
-    ::testing::InitGoogleTest(&argc, argv);
-    ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
-    if (result.code == ZERO_OK) result = zero_world_device(&world);
-    if (result.code != ZERO_OK) {
-        fprintf(stderr, "%s\n", result.text);
-        zero_world_abort(&world, 1);
-        return 1;
-    }
+    if (start_ranks(argc, argv) != 0) return 1;
     /* memory where there is some: hundreds of files are synced here */
     const char* parent = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
     char name[64], names[64 * 64];

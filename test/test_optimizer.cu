@@ -8,15 +8,7 @@
 #include <vector>
 
 #include "../llmc_zero/llmc_zero.cuh"
-#include "../llmc_zero/world.cuh"
-
-static ZeroWorld world;
-
-#define OK(call)                                                               \
-    do {                                                                       \
-        ZeroResult ok_result = (call);                                         \
-        ASSERT_EQ(ok_result.code, ZERO_OK) << #call << ": " << ok_result.text; \
-    } while (0)
+#include "ranks.h"
 
 // Segments of the given lengths, two to a unit; a model that may have fewer elements than ranks.
 struct Model {
@@ -848,15 +840,7 @@ TEST(Optimizer, EveryCallMayFail) {
 #endif
 
 int main(int argc, char** argv) {
-    ZeroWorldConfig config = {};
-    ::testing::InitGoogleTest(&argc, argv);
-    ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
-    if (result.code == ZERO_OK) result = zero_world_device(&world);
-    if (result.code != ZERO_OK) {
-        fprintf(stderr, "%s\n", result.text);
-        zero_world_abort(&world, 1);
-        return 1;
-    }
+    if (start_ranks(argc, argv) != 0) return 1;
     int failed = RUN_ALL_TESTS();
     zero_world_finish(&world);
     return failed;
