@@ -43,14 +43,18 @@ static inline ZeroHyper zero_hyper(double lr, double beta1, double beta2, double
 /* One update. All pointers are device memory of the caller's, alive until the launch has run. */
 typedef struct ZeroUpdate {
     const ZeroChunk* chunks; /* sorted by bucket */
-    void* params;            /* flat */
-    const void* grads;       /* flat, of the params' type, summed over ranks */
+    void* params;            /* flat, or with params_sharded a shard */
+    const void* grads;       /* summed over ranks; see grads_fp32, grads_sharded, grads_first */
     float* masters;          /* indexed by state_offset; NULL without */
     float* exp_avg;          /* m; NULL for SGD without momentum */
     float* exp_avg_sq;       /* v; NULL for SGD */
     const ZeroScalars* scalars;
     ZeroDtype dtype;
     ZeroAlgorithm algorithm;
+    int params_sharded; /* 1: params are indexed by state_offset */
+    int grads_fp32;     /* 1: grads are fp32 whatever the params' type */
+    int grads_sharded;  /* 1: grads are indexed by state_offset, 0: by flat_offset - grads_first */
+    size_t grads_first; /* a multiple of four */
 } ZeroUpdate;
 
 /* ------------------------------------------------------------------ formulas, one element */
@@ -146,15 +150,15 @@ static __device__ __forceinline__ void zero_store_rounded(ZeroBf16* params, cons
 }
 
 /* kCount elements from element i of the chunk on */
-template <int kCount, ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param>
+template <int kCount, ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param, typename Grad>
 static __device__ __forceinline__ void zero_update_elements(const ZeroUpdate& u, const ZeroChunk& chunk,
                                                             const ZeroScalars& s, const ZeroHyper& h,
                                                             const ZeroFactors& f, uint32_t i) {
     const size_t flat = chunk.flat_offset + i, state = chunk.state_offset + i;
     const bool has_m = kAlgorithm != ZERO_SGD || u.exp_avg != NULL;
-    Param* params = (Param*)u.params + flat;
+    Param* params = (Param*)u.params + (u.params_sharded ? state : flat);
     float p[kCount], g[kCount], m[kCount] = {}, v[kCount] = {};
-    zero_load((const Param*)u.grads + flat, g);
+    zero_load((const Grad*)u.grads + (u.grads_sharded ? state : flat - u.grads_first), g);
     if constexpr (kRounding == ZERO_ROUND_MASTERS)
         zero_load(u.masters + state, p);
     else
@@ -172,7 +176,7 @@ static __device__ __forceinline__ void zero_update_elements(const ZeroUpdate& u,
     zero_store_rounded<kCount>(params, p, kRounding, s, chunk.model_offset + i);
 }
 
-template <ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param>
+template <ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param, typename Grad>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
     zero_update_kernel(const ZeroUpdate u, const ZeroHyper h, size_t chunk_first, int aligned) {
     const ZeroScalars& s = *u.scalars;
@@ -182,29 +186,39 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
     uint32_t head, vectors;
     zero_split_chunk(chunk, aligned, &head, &vectors);
     for (uint32_t i = threadIdx.x; i < vectors; i += ZERO_BLOCK_THREADS)
-        zero_update_elements<4, kAlgorithm, kRounding, Param>(u, chunk, s, h, f, head + 4 * i);
+        zero_update_elements<4, kAlgorithm, kRounding, Param, Grad>(u, chunk, s, h, f, head + 4 * i);
     for (uint32_t i = threadIdx.x; i < chunk.count - 4 * vectors; i += ZERO_BLOCK_THREADS)
-        zero_update_elements<1, kAlgorithm, kRounding, Param>(u, chunk, s, h, f,
-                                                              i < head ? i : i + 4 * vectors);
+        zero_update_elements<1, kAlgorithm, kRounding, Param, Grad>(u, chunk, s, h, f,
+                                                                    i < head ? i : i + 4 * vectors);
 }
 
 /* ------------------------------------------------------------------ launcher, checked entry */
 
-template <ZeroAlgorithm kAlgorithm>
-static inline ZeroResult zero_update_dispatch(const ZeroUpdate& u, const ZeroHyper& hyper, size_t chunk_first,
-                                              cudaLaunchConfig_t* config, int aligned) {
-    if (u.dtype == ZERO_FP32) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_NONE, float>, u,
+template <ZeroAlgorithm kAlgorithm, ZeroRounding kRounding, typename Param>
+static inline ZeroResult zero_update_dispatch_grads(const ZeroUpdate& u, const ZeroHyper& hyper,
+                                                    size_t chunk_first, cudaLaunchConfig_t* config,
+                                                    int aligned) {
+    if (u.grads_fp32 || u.dtype == ZERO_FP32) {
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, kRounding, Param, float>, u,
                                          hyper, chunk_first, aligned));
-    } else if (u.masters) {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, ZERO_ROUND_MASTERS, ZeroBf16>,
-                                         u, hyper, chunk_first, aligned));
     } else {
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(config,
-                                         zero_update_kernel<kAlgorithm, ZERO_ROUND_STOCHASTIC, ZeroBf16>, u,
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(config, zero_update_kernel<kAlgorithm, kRounding, Param, Param>, u,
                                          hyper, chunk_first, aligned));
     }
     return zero_ok();
+}
+
+template <ZeroAlgorithm kAlgorithm>
+static inline ZeroResult zero_update_dispatch(const ZeroUpdate& u, const ZeroHyper& hyper, size_t chunk_first,
+                                              cudaLaunchConfig_t* config, int aligned) {
+    if (u.dtype == ZERO_FP32)
+        return zero_update_dispatch_grads<kAlgorithm, ZERO_ROUND_NONE, float>(u, hyper, chunk_first, config,
+                                                                              aligned);
+    if (u.masters)
+        return zero_update_dispatch_grads<kAlgorithm, ZERO_ROUND_MASTERS, ZeroBf16>(u, hyper, chunk_first,
+                                                                                    config, aligned);
+    return zero_update_dispatch_grads<kAlgorithm, ZERO_ROUND_STOCHASTIC, ZeroBf16>(u, hyper, chunk_first,
+                                                                                   config, aligned);
 }
 
 /* Updates chunks [chunk_first, chunk_first + chunks_count) on `stream`: one launch; none for no chunks. */
@@ -212,9 +226,10 @@ static inline ZeroResult zero_update_launch(const ZeroUpdate* u, const ZeroHyper
                                             size_t chunks_count, cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, stream);
     const size_t bytes = zero_dtype_bytes(u->dtype);
-    int aligned = zero_is_aligned(u->params, bytes) && zero_is_aligned(u->grads, bytes) &&
-                  zero_is_aligned(u->masters, 4) && zero_is_aligned(u->exp_avg, 4) &&
-                  zero_is_aligned(u->exp_avg_sq, 4);
+    int aligned = zero_is_aligned(u->params, bytes) &&
+                  zero_is_aligned(u->grads, u->grads_fp32 ? sizeof(float) : bytes) &&
+                  u->grads_first % 4 == 0 && zero_is_aligned(u->masters, 4) &&
+                  zero_is_aligned(u->exp_avg, 4) && zero_is_aligned(u->exp_avg_sq, 4);
     if (chunks_count > 0x7fffffffu)
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "%zu chunks in one launch; a grid has at most 2147483647 blocks: use "

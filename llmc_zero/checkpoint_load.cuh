@@ -167,9 +167,8 @@ static inline ZeroResult zero_load_pieces(ZeroLoad* load, ZeroStaging* staging) 
 static inline ZeroResult zero_load_apply(ZeroLoad* load) {
     ZeroOptimizer* z = load->z;
     ZeroStaging staging = {};
-    void* params;
     ZeroResult result =
-        zero_params_acquire_all(z, &params); /* earlier gathers are done before slices are written */
+        zero_params_settle(z); /* earlier gathers are done before slices are written */
     if (result.code == ZERO_OK) result = zero_guard([&]() { return zero_load_pieces(load, &staging); });
     if (result.code != ZERO_OK) zero_comm_drain(&z->comm);
     zero_staging_free(&staging);

@@ -88,7 +88,8 @@ typedef struct ZeroArray {
 
 static inline int zero_checkpoint_arrays(const ZeroOptimizer* z, ZeroArray* arrays) {
     const int half = !z->masters && z->layout->dtype == ZERO_BF16;
-    const ZeroArray weights = {"", half ? "BF16" : "F32", half ? 2u : 4u, (char*)z->params, 1, 0};
+    const int is_flat = !z->schedule.params_sharded;
+    const ZeroArray weights = {"", half ? "BF16" : "F32", half ? 2u : 4u, (char*)z->params, is_flat, 0};
     uint64_t offset = 0;
     int count = 0;
     if (!half) arrays[count++] = weights;

@@ -65,9 +65,8 @@ static inline ZeroResult zero_save_plan(ZeroSave* save) {
     ZeroOptimizer* z = save->z;
     ZeroFileHeader again;
     ZeroScalars scalars;
-    void* params;
     ZERO_TRY(zero_checkpoint_callable(z, "zero_checkpoint_save"));
-    ZERO_TRY(zero_params_acquire_all(z, &params));
+    ZERO_TRY(zero_params_settle(z));
     ZERO_TRY(zero_comm_drain(&z->comm));
     ZERO_TRY_CUDA(cudaMemcpy(&scalars, z->scalars, sizeof(scalars), cudaMemcpyDeviceToHost));
     ZERO_TRY(zero_staging_create(&save->staging));

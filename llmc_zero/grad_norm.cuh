@@ -162,10 +162,10 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
 
 template <typename Passenger>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-    zero_norm_sum_kernel(const double* partials, int partials_count, const Passenger* passenger, int vote,
+    zero_norm_sum_kernel(const double* partials, size_t partials_count, const Passenger* passenger, int vote,
                          double* own) {
     double sum = 0.0;
-    for (int i = (int)threadIdx.x; i < partials_count; i += ZERO_BLOCK_THREADS) sum += partials[i];
+    for (size_t i = threadIdx.x; i < partials_count; i += ZERO_BLOCK_THREADS) sum += partials[i];
     sum = zero_block_sum(sum);
     if (threadIdx.x == 0) {
         own[0] = copysign(sum, vote ? -1.0 : 1.0); /* a sum of squares needs no sign: it carries the vote */
@@ -276,6 +276,7 @@ typedef struct ZeroNorm {
     double* own_sums; /* 2: this rank's sum of squares (negative: a vote) and passenger, for the all-gather */
     const double* all_sums; /* 2 * ranks, in rank order; with one rank the same as own_sums */
     ZeroScalars* scalars;
+    size_t partials_given; /* so many partial sums lie in partials already (reduce.cuh); 0: zero_norm_partials makes them */
 } ZeroNorm;
 
 /* Launches 1 on `stream`. A rank that owns padding only launches nothing. */
@@ -300,9 +301,9 @@ static inline ZeroResult zero_norm_partials(const ZeroNorm* norm, cudaStream_t s
 static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passenger, int vote,
                                        cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
-    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials,
-                                     (int)zero_norm_blocks(norm->chunks_count), passenger, vote,
-                                     norm->own_sums));
+    const size_t count = norm->partials_given ? norm->partials_given : zero_norm_blocks(norm->chunks_count);
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials, count,
+                                     passenger, vote, norm->own_sums));
     return zero_ok();
 }
 

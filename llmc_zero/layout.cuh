@@ -432,27 +432,37 @@ static inline size_t zero_cut_chunks(const ZeroLayout* layout, int s, size_t sta
     return chunks_count;
 }
 
+/* Appends the chunks of flat range [start, end) to chunks[chunks_count ..] (NULL: only counts) and returns how many there
+   are then. *next: where in by_offset to look first; ranges come in ascending order, begin with 0. */
+static inline size_t zero_walk_range(const ZeroLayout* layout, size_t start, size_t end, size_t state_shift,
+                                     size_t max_count, int* next, ZeroChunk* chunks, size_t chunks_count) {
+    for (; *next < layout->by_offset_count; (*next)++) {
+        const int s = layout->by_offset[*next];
+        const ZeroSegment* segment = &layout->segments[s];
+        const size_t segment_end = segment->flat_offset + segment->count;
+        const size_t from = segment->flat_offset > start ? segment->flat_offset : start;
+        const size_t to = segment_end < end ? segment_end : end;
+        if (from < to)
+            chunks_count += zero_cut_chunks(layout, s, from, to, state_shift, max_count,
+                                            chunks ? chunks + chunks_count : NULL);
+        if (segment_end > end) break; /* the next range may hold more of it */
+    }
+    return chunks_count;
+}
+
 static inline size_t zero_walk_chunks(const ZeroLayout* layout, int rank, size_t max_count, ZeroChunk* chunks,
                                       size_t* bucket_first) {
     size_t chunks_count = 0;
-    int b, i = 0;
+    int b, next = 0;
     for (b = 0; b < layout->buckets_count; b++) {
         const ZeroBucket* bucket = &layout->buckets[b];
-        size_t start = rank == ZERO_ALL_RANKS ? bucket->flat_offset : zero_slice_offset(layout, b, rank);
-        size_t end = start + (rank == ZERO_ALL_RANKS ? bucket->count : zero_slice_count(layout, b));
-        size_t state_shift = rank == ZERO_ALL_RANKS ? 0 : start - zero_shard_offset(layout, b);
+        const size_t start =
+            rank == ZERO_ALL_RANKS ? bucket->flat_offset : zero_slice_offset(layout, b, rank);
+        const size_t end = start + (rank == ZERO_ALL_RANKS ? bucket->count : zero_slice_count(layout, b));
+        const size_t state_shift = rank == ZERO_ALL_RANKS ? 0 : start - zero_shard_offset(layout, b);
         if (bucket_first) bucket_first[b] = chunks_count;
-        for (; i < layout->by_offset_count; i++) {
-            int s = layout->by_offset[i];
-            const ZeroSegment* segment = &layout->segments[s];
-            size_t segment_end = segment->flat_offset + segment->count;
-            size_t from = segment->flat_offset > start ? segment->flat_offset : start;
-            size_t to = segment_end < end ? segment_end : end;
-            if (from < to)
-                chunks_count += zero_cut_chunks(layout, s, from, to, state_shift, max_count,
-                                                chunks ? chunks + chunks_count : NULL);
-            if (segment_end > end) break; /* the next bucket may hold more of it */
-        }
+        chunks_count =
+            zero_walk_range(layout, start, end, state_shift, max_count, &next, chunks, chunks_count);
     }
     if (bucket_first) bucket_first[layout->buckets_count] = chunks_count;
     return chunks_count;

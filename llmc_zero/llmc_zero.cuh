@@ -7,11 +7,16 @@
    To read, in the order of a step (each header's first block is its manual):
      check.cuh        ZeroResult: a code and one line of text; the library never prints and never exits
      layout.cuh       ZeroSegment, ZeroLayout: where every parameter lies, who owns it
+     schedule.cuh     ZeroSchedule: which buffers a stage needs, in which pieces gradients travel
      memory.cuh       ZeroPlan, ZeroMemory: bytes needed, bytes held
+     timeline.cuh     ZeroTimeline: what ran when on which stream
      collectives.cuh  ZeroComm: reduce and gather of a bucket, every event between the two streams
      grad_norm.cuh    norm, clip, skip and t on the device
+     reduce.cuh       sums of gradients in fp32, in rank order
      adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding
-     optimizer.cuh    ZeroOptimizer: the buffers and the step; a whole example stands at its top
+     slots.cuh        ZeroSlots: buffers that hold one unit each (stages 2 and 3)
+     optimizer_setup.cuh  ZeroOptimizer: its settings and buffers
+     optimizer.cuh    the step; a whole example stands at its top
      replicas.cuh     do all ranks hold the same parameters?
    and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
    checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries).

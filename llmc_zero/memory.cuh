@@ -10,26 +10,13 @@
    An optimizer given a ZeroMemory counts what it allocates there; the plan counts the same things, so that the two
    agree. Bytes are what was asked of cudaMalloc; NCCL's own buffers and the CUDA context are not in it.
 
-   defines: ZeroAlgorithm, ZeroReduction, ZeroAccumulation, ZeroMemoryKind, ZeroMemory, zero_memory, zero_memory_add,
-            zero_memory_total, ZeroPlanChoice, ZeroPlan, zero_plan, zero_plan_total, zero_norm_blocks
+   defines: ZeroMemoryKind, ZeroMemory, zero_memory, zero_memory_add, zero_memory_total, ZeroPlan, zero_plan,
+            zero_plan_total, zero_params_bytes, zero_grads_bytes, zero_state_count
 */
 #ifndef LLMC_ZERO_MEMORY_CUH_INCLUDED
 #define LLMC_ZERO_MEMORY_CUH_INCLUDED
 
-#include "layout.cuh"
-
-typedef enum ZeroAlgorithm { ZERO_ADAMW = 0, ZERO_ADAM = 1, ZERO_SGD = 2 } ZeroAlgorithm;
-
-typedef enum ZeroReduction {
-    ZERO_REDUCE_NCCL = 0, /* ncclReduceScatter in the gradients' type; stage 0 then gathers the sums */
-    ZERO_REDUCE_ORDERED,  /* not in this version */
-    ZERO_REDUCE_ALLREDUCE /* ncclAllReduce, stage 0 only: the usual way, to compare with */
-} ZeroReduction;
-
-typedef enum ZeroAccumulation {
-    ZERO_ACCUMULATE_STEP = 0, /* micro-steps add up in the caller's gradients, one reduction at the last */
-    ZERO_ACCUMULATE_MICRO     /* not in this version */
-} ZeroAccumulation;
+#include "schedule.cuh"
 
 typedef enum ZeroMemoryKind {
     ZERO_MEMORY_PARAMS = 0,
@@ -72,15 +59,6 @@ static inline void zero_memory_remove(ZeroMemory* memory, ZeroMemoryKind kind, s
     if (memory) memory->held_bytes[kind] -= bytes;
 }
 
-/* What the bytes depend on, besides the layout. */
-typedef struct ZeroPlanChoice {
-    int rank;
-    int stage; /* 0 or 1 */
-    ZeroAlgorithm algorithm;
-    double momentum; /* SGD without momentum keeps no state */
-    int masters;     /* fp32 masters beside bf16 params */
-} ZeroPlanChoice;
-
 typedef struct ZeroPlan {
     size_t params_bytes, grads_bytes, state_bytes, scratch_bytes;
 } ZeroPlan;
@@ -102,38 +80,68 @@ static inline size_t zero_state_count(const ZeroLayout* layout, int stage) {
 
 #define ZERO_SCALARS_BYTES 256 /* one block of device scalars */
 
-#define ZERO_NORM_BLOCKS_MAX 1024 /* partial sums of squares, one a block: one wave on a large GPU */
-static inline size_t zero_norm_blocks(size_t chunks_count) {
-    return chunks_count < ZERO_NORM_BLOCKS_MAX ? chunks_count : ZERO_NORM_BLOCKS_MAX;
+static inline size_t zero_flat_bytes(const ZeroLayout* layout) {
+    return zero_padded_count(layout) * zero_dtype_bytes(layout->dtype);
+}
+/* The parameters themselves: flat, or the shard; slots are extra. */
+static inline size_t zero_params_bytes(const ZeroSchedule* s, const ZeroLayout* layout) {
+    return zero_flat_bytes(layout) / (s->params_sharded ? (size_t)layout->ranks : 1);
+}
+static inline size_t zero_params_slots_bytes(const ZeroSchedule* s, const ZeroLayout* layout) {
+    if (!s->params_sharded) return 0;
+    return ((size_t)s->params_slots * s->params_slot_count + s->held_count) * zero_dtype_bytes(layout->dtype);
+}
+/* Gradients as backward writes them: flat, or slots. The shard of their sums is extra. */
+static inline size_t zero_grads_bytes(const ZeroSchedule* s, const ZeroLayout* layout, int stage) {
+    if (stage < 2) return zero_flat_bytes(layout);
+    return ((size_t)s->grads_slots * s->grads_slot_count + s->held_count) * zero_dtype_bytes(layout->dtype);
+}
+static inline size_t zero_sums_bytes(const ZeroSchedule* s, const ZeroLayout* layout) {
+    return s->sums_sharded ? zero_shard_count(layout) * sizeof(float) : 0;
 }
 
-/* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the fp64 partial sums of the norm, the
-   scalars, and two fp64 numbers to send and two from each rank (one rank sends none). */
-static inline size_t zero_scratch_bytes(const ZeroLayout* layout, int rank, int stage) {
-    size_t own = zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, NULL, NULL);
-    size_t all = stage == 0 && layout->ranks > 1
-                     ? zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL)
-                     : 0;
-    return (own + all) * sizeof(ZeroChunk) + zero_norm_blocks(own) * sizeof(double) + ZERO_SCALARS_BYTES +
-           2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1);
+/* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the norm's fp64 partial sums, the scalars, two
+   fp64 numbers to send and two from each rank (one rank sends none), and room for what arrives of gradients or sums. */
+static inline ZeroResult zero_scratch_bytes(const ZeroSchedule* s, const ZeroLayout* layout, int rank,
+                                            int stage, size_t* bytes) {
+    size_t* bucket_first = (size_t*)zero_alloc_array((size_t)layout->buckets_count + 1, sizeof(size_t));
+    size_t own, all = 0, partials;
+    *bytes = 0;
+    if (!bucket_first)
+        return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d buckets", layout->buckets_count);
+    own = zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, NULL, bucket_first);
+    partials = zero_norm_blocks(own);
+    if (s->sum_kernel) {
+        ZeroChunk* chunks = (ZeroChunk*)zero_alloc_array(own, sizeof(ZeroChunk));
+        if (chunks) {
+            zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, chunks, bucket_first);
+            zero_walk_pieces(layout, rank, s->piece_count, chunks, bucket_first, NULL, NULL, &partials);
+        }
+        free(chunks);
+        if (!chunks) own = SIZE_MAX;
+    }
+    free(bucket_first);
+    if (own == SIZE_MAX) return zero_error(ZERO_ERROR_MEMORY, "no host memory for a chunk table");
+    if (s->sums_gather)
+        zero_walk_windows(layout, s->window_count, NULL, NULL, &all);
+    else if (stage == 0 && layout->ranks > 1)
+        all = zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL);
+    *bytes = (own + all) * sizeof(ZeroChunk) + partials * sizeof(double) + ZERO_SCALARS_BYTES +
+             2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1) + s->scratch_bytes;
+    return zero_ok();
 }
 
 /* The bytes that a rank will hold. The README has the table. */
 static inline ZeroResult zero_plan(ZeroPlan* plan, const ZeroLayout* layout, const ZeroPlanChoice* choice) {
-    size_t flat_bytes = zero_padded_count(layout) * zero_dtype_bytes(layout->dtype);
+    ZeroSchedule s;
     memset(plan, 0, sizeof(*plan));
-    if (choice->stage != 0 && choice->stage != 1)
-        return zero_error(ZERO_ERROR_ARGUMENT, "stage %d is not in this version; 0 and 1 are", choice->stage);
-    if (choice->rank < 0 || choice->rank >= layout->ranks)
-        return zero_error(ZERO_ERROR_ARGUMENT, "rank %d; the layout has %d ranks", choice->rank,
-                          layout->ranks);
-    plan->params_bytes = flat_bytes;
-    plan->grads_bytes = flat_bytes;
+    ZERO_TRY(zero_schedule(&s, layout, choice));
+    plan->params_bytes = zero_params_bytes(&s, layout) + zero_params_slots_bytes(&s, layout);
+    plan->grads_bytes = zero_grads_bytes(&s, layout, choice->stage) + zero_sums_bytes(&s, layout);
     plan->state_bytes =
         zero_state_count(layout, choice->stage) * sizeof(float) *
         (size_t)zero_state_arrays(choice->algorithm, choice->momentum, layout->dtype, choice->masters);
-    plan->scratch_bytes = zero_scratch_bytes(layout, choice->rank, choice->stage);
-    return zero_ok();
+    return zero_scratch_bytes(&s, layout, choice->rank, choice->stage, &plan->scratch_bytes);
 }
 
 #endif /* LLMC_ZERO_MEMORY_CUH_INCLUDED */

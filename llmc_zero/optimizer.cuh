@@ -1,11 +1,11 @@
-/* llmc_zero/optimizer.cuh - ZeroOptimizer: the buffers and the step. This is what takes the place of AdamW.
+/* llmc_zero/optimizer.cuh - ZeroOptimizer: the step. This is what takes the place of AdamW.
 
        ZeroConfig config = zero_config();                 // AdamW, fp32, stage 1
        config.max_norm = 1.0;
        ZeroOptimizer z;
        zero_init(&z, &config, &layout, rank, comm, stream, &memory);
        zero_alloc_params(&z, NULL);                       // or your own buffer of zero_padded_count elements
-       ... write the initial parameters to z.params + layout.segments[s].flat_offset on `stream` ...
+       ... zero_params_write(&z, segment, 0, count, values): the initial parameters ...
        zero_alloc_grads(&z, NULL);
        zero_alloc_state(&z);                              // m, v = 0; masters = params
 
@@ -22,105 +22,39 @@
            zero_update(&z, lr);
        zero_free(&z);
 
+   This is the same in all stages. In stages 2 and 3 the pointers are good only while their unit is open, and at most two
+   units may be open at once (gradients without overlap: one), beside those in ZeroConfig.held_units.
+
    Every call returns a ZeroResult; all but the first three belong to the compute stream: they launch on it or make
    it wait, and return at once. Every rank makes the same calls in the same order. After an error of a collective the
    communicator is of no use: end all ranks.
 
    Who owns what: layout, comm, stream and a buffer handed in stay the caller's and must outlive z. What is passed as
-   NULL is allocated by z and freed by zero_free. The gaps of the gradients are set to zero once (L6); do not write
+   NULL is allocated by z and freed by zero_free. The gaps of flat gradients are set to zero once (L6); do not write
    there.
 
    Invariants:
      Z1  between zero_update and the next acquire of a unit, that unit's params may be incomplete; read them through
-         zero_params_acquire (or zero_params_acquire_all).
-     Z2  a bucket is reduced once a step, when the last of its units is ready in the last micro-step.
+         zero_params_acquire (or, where there are all, zero_params_acquire_all).
+     Z2  a bucket is reduced once a step, when the last of its units is ready in the last micro-step; in stages 2 and 3, and
+         with ZERO_ACCUMULATE_MICRO, once in every micro-step.
      Z3  params, m, v, masters and t change in zero_update only, and only if no rank saw a gradient that is not
          finite and the norm after clipping can be squared in fp32 (Adam: below 1.8e19); then on all ranks.
      Z4  the same calls give the same bits with overlap 0 and 1.
+     Z5  with ZERO_REDUCE_ORDERED the same calls give the same bits for any buckets and, with ZERO_ACCUMULATE_MICRO, in
+         every stage.
 
-   defines: ZeroConfig, zero_config, ZeroOptimizer, ZeroReport, zero_init, zero_alloc_params, zero_alloc_grads,
-            zero_alloc_state, zero_free, zero_begin, zero_params_acquire, zero_params_release,
-            zero_params_acquire_all, zero_grads_acquire, zero_grads_ready, zero_attach, zero_vote, zero_grad_norm,
-            zero_skip, zero_set_step, zero_update, zero_report, zero_params_changed, zero_state_changed, zero_set_t
+   defines: ZeroReport, zero_alloc_state, zero_set_t, zero_params_write, zero_begin, zero_params_acquire,
+            zero_params_release, zero_params_acquire_all, zero_params_settle, zero_params_visit, zero_params_leave,
+            zero_grads_acquire, zero_grads_ready, zero_attach, zero_vote, zero_grad_norm, zero_skip, zero_set_step,
+            zero_update, zero_report, zero_params_changed, zero_state_changed, zero_timeline
+            (and of optimizer_setup.cuh: ZeroConfig, zero_config, ZeroOptimizer, zero_init, zero_alloc_params,
+            zero_alloc_grads, zero_free)
 */
 #ifndef LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
 #define LLMC_ZERO_OPTIMIZER_CUH_INCLUDED
 
-#include "adamw.cuh"
-#include "collectives.cuh"
-
-typedef struct ZeroConfig {
-    int stage; /* 0: state everywhere; 1: state on its owner */
-    ZeroAlgorithm algorithm;
-    ZeroReduction reduction;
-    ZeroAccumulation accumulation;
-    int masters; /* bf16: 1 keeps fp32 masters, 0 rounds stochastically; fp32: no difference */
-    int overlap; /* 1: reduce during backward, gather during the next forward; 0: all at the end of the step */
-    int timing;  /* 1: zero_report tells how long the compute stream stood still for collectives */
-    double beta1, beta2, eps, weight_decay, momentum;
-    double max_norm;     /* clip the global norm to this; 0: do not clip */
-    uint64_t seed;       /* of stochastic rounding; the same on all ranks */
-    uint64_t skip_limit; /* so many skipped steps in a row are an error; 0: never */
-    double timeout_s;    /* host waits end with an error after this */
-} ZeroConfig;
-
-static inline ZeroConfig zero_config(void) {
-    ZeroConfig config;
-    memset(&config, 0, sizeof(config));
-    config.stage = 1;
-    config.masters = 1;
-    config.overlap = 1;
-    config.beta1 = 0.9;
-    config.beta2 = 0.999;
-    config.eps = 1e-8;
-    config.momentum = 0.9;
-    config.skip_limit = 20;
-    config.timeout_s = 600.0;
-    return config;
-}
-
-typedef struct ZeroUnitState {
-    int params_open; /* acquired and not yet released */
-    char grads_open; /* acquired in this micro-step */
-    char ready;      /* reported in this micro-step */
-} ZeroUnitState;
-
-typedef struct ZeroOptimizer {
-    ZeroConfig config;
-    const ZeroLayout* layout;
-    ZeroMemory* memory; /* may be NULL */
-    ZeroComm comm;
-    int rank, ranks;
-    /* device buffers */
-    void* params;      /* flat */
-    void* grads;       /* flat */
-    float* exp_avg;    /* m, zero_state_count elements; so are the next two. NULL where not kept */
-    float* exp_avg_sq; /* v */
-    float* masters;
-    ZeroChunk* chunks;     /* of this rank: norm, and in stage 1 the update */
-    ZeroChunk* all_chunks; /* stage 0 with several ranks: of the whole model */
-    double* partials;      /* norm; see ZeroNorm */
-    double* own_sums;
-    double* all_sums;
-    ZeroScalars* scalars;
-    int params_owned, grads_owned, state_there;
-    size_t chunks_count, all_chunks_count;
-    size_t* bucket_chunks; /* host: chunks of bucket b in the update's table are [b] .. [b + 1] */
-    /* what the host knows of the device, copied behind each norm */
-    ZeroScalars* status; /* pinned */
-    cudaEvent_t status_copied;
-    int status_in_flight; /* a copy was sent and has not been seen to arrive */
-    int status_stale;     /* scalars changed since the last copy was sent */
-    const double* passenger;
-    int vote;
-    /* the step */
-    ZeroUnitState* units;
-    int* bucket_waits; /* units that are not ready yet */
-    char* bucket_reduced;
-    int micro, micros; /* micro is -1 outside a step */
-    int norm_done;
-    double grad_scale;
-} ZeroOptimizer;
+#include "optimizer_setup.cuh"
 
 /* What became of the steps so far. */
 typedef struct ZeroReport {
@@ -135,301 +69,7 @@ typedef struct ZeroReport {
     double exposed_ms;    /* compute stream stood still for collectives since the last report; needs timing */
 } ZeroReport;
 
-/* ------------------------------------------------------------------ set up, tear down */
-
-static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what,
-                                           size_t bytes, void** pointer) {
-    cudaError_t error = cudaMalloc(pointer, bytes ? bytes : 1);
-    if (error != cudaSuccess) {
-        size_t free_bytes = 0, total_bytes = 0;
-        *pointer = NULL;
-        cudaGetLastError(); /* a refused allocation is reported here, not by the next call */
-        cudaMemGetInfo(&free_bytes, &total_bytes);
-        return zero_error(ZERO_ERROR_MEMORY,
-                          "%s needs %.1f MB of device memory, %.1f MB are free (%s): use "
-                          "more ranks, a smaller model or bf16",
-                          what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes, cudaGetErrorString(error));
-    }
-    zero_memory_add(z->memory, kind, bytes);
-    return zero_ok();
-}
-
-static inline void zero_device_free(ZeroOptimizer* z, ZeroMemoryKind kind, size_t bytes, void* pointer) {
-    if (!pointer) return;
-    cudaFree(pointer);
-    zero_memory_remove(z->memory, kind, bytes);
-}
-
-static inline size_t zero_flat_bytes(const ZeroOptimizer* z) {
-    return zero_padded_count(z->layout) * zero_dtype_bytes(z->layout->dtype);
-}
-static inline size_t zero_state_bytes(const ZeroOptimizer* z) {
-    return zero_state_count(z->layout, z->config.stage) * sizeof(float);
-}
-static inline size_t zero_partials_bytes(const ZeroOptimizer* z) {
-    return sizeof(double) * zero_norm_blocks(z->chunks_count);
-}
-
-/* Waits for the work in flight, at most timeout_s, and frees what z allocated. If the streams do not come to an end (a
-   peer is gone), device memory is left to the end of the process, because cudaFree would wait for ever. Safe on a z
-   whose zero_init failed and on one that is all zero. */
-static inline void zero_free(ZeroOptimizer* z) {
-    if (z->layout == NULL) return;
-    if (zero_comm_drain(&z->comm).code == ZERO_ERROR_NCCL) {
-        memset(z, 0, sizeof(*z));
-        return;
-    }
-    if (z->params_owned) zero_device_free(z, ZERO_MEMORY_PARAMS, zero_flat_bytes(z), z->params);
-    if (z->grads_owned) zero_device_free(z, ZERO_MEMORY_GRADS, zero_flat_bytes(z), z->grads);
-    zero_device_free(z, ZERO_MEMORY_STATE, zero_state_bytes(z), z->exp_avg);
-    zero_device_free(z, ZERO_MEMORY_STATE, zero_state_bytes(z), z->exp_avg_sq);
-    zero_device_free(z, ZERO_MEMORY_STATE, zero_state_bytes(z), z->masters);
-    zero_device_free(z, ZERO_MEMORY_SCRATCH, z->chunks_count * sizeof(ZeroChunk), z->chunks);
-    zero_device_free(z, ZERO_MEMORY_SCRATCH, z->all_chunks_count * sizeof(ZeroChunk), z->all_chunks);
-    zero_device_free(z, ZERO_MEMORY_SCRATCH, zero_partials_bytes(z), z->partials);
-    zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double), z->own_sums);
-    if (z->ranks > 1)
-        zero_device_free(z, ZERO_MEMORY_SCRATCH, 2 * sizeof(double) * (size_t)z->ranks, z->all_sums);
-    zero_device_free(z, ZERO_MEMORY_SCRATCH, ZERO_SCALARS_BYTES, z->scalars);
-    if (z->status) cudaFreeHost(z->status);
-    if (z->status_copied) cudaEventDestroy(z->status_copied);
-    zero_comm_free(&z->comm);
-    free(z->bucket_chunks);
-    free(z->units);
-    free(z->bucket_waits);
-    free(z->bucket_reduced);
-    memset(z, 0, sizeof(*z));
-}
-
-/* Builds a chunk table and puts it on the device. */
-static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, int rank, ZeroChunk** device_chunks,
-                                            size_t* count, size_t* bucket_first) {
-    ZeroChunk* chunks = NULL;
-    ZeroResult result = zero_chunk_table(z->layout, rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_first);
-    if (result.code != ZERO_OK) return result;
-    *count = bucket_first[z->layout->buckets_count];
-    result = zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a chunk table", *count * sizeof(ZeroChunk),
-                               (void**)device_chunks);
-    if (result.code == ZERO_OK && *count > 0) {
-        /* on the stream that reads it, and finished before the host's copy goes */
-        cudaError_t error = cudaMemcpyAsync(*device_chunks, chunks, *count * sizeof(ZeroChunk),
-                                            cudaMemcpyHostToDevice, z->comm.compute);
-        if (error == cudaSuccess) error = cudaStreamSynchronize(z->comm.compute);
-        if (error != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "copying a chunk table: %s", cudaGetErrorString(error));
-    }
-    free(chunks);
-    return result;
-}
-
-static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout* layout, int rank,
-                                           ZeroNcclComm comm) {
-    const struct {
-        const char* name;
-        double value, low, high;
-    } ranges[] = {{"beta1", c->beta1, 0.0, 1.0},
-                  {"beta2", c->beta2, 0.0, 1.0},
-                  {"momentum", c->momentum, 0.0, 1.0},
-                  {"eps", c->eps, 0.0, 1e30},
-                  {"weight_decay", c->weight_decay, 0.0, 1e30},
-                  {"max_norm", c->max_norm, 0.0, 1e300},
-                  {"timeout_s", c->timeout_s, 1e-3, 1e9}};
-    size_t i;
-    if (c->stage != 0 && c->stage != 1)
-        return zero_error(ZERO_ERROR_ARGUMENT, "stage %d is not in this version; 0 and 1 are", c->stage);
-    if (rank < 0 || rank >= layout->ranks)
-        return zero_error(ZERO_ERROR_ARGUMENT, "rank %d; the layout has %d ranks", rank, layout->ranks);
-    if (layout->ranks > 1 && comm == NULL)
-        return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks and no communicator", layout->ranks);
-#ifdef ZERO_NO_NCCL
-    if (layout->ranks > 1)
-        return zero_error(ZERO_ERROR_ARGUMENT,
-                          "%d ranks, but this program was built with ZERO_NO_NCCL for one", layout->ranks);
-#endif
-    if ((c->reduction != ZERO_REDUCE_NCCL && c->reduction != ZERO_REDUCE_ALLREDUCE) ||
-        c->accumulation != ZERO_ACCUMULATE_STEP)
-        return zero_error(ZERO_ERROR_ARGUMENT, "reduction %d with accumulation %d is not in this version",
-                          (int)c->reduction, (int)c->accumulation);
-    if (layout->model_count == 0) return zero_error(ZERO_ERROR_ARGUMENT, "the model has no elements");
-    if (c->algorithm != ZERO_ADAMW && c->algorithm != ZERO_ADAM && c->algorithm != ZERO_SGD)
-        return zero_error(ZERO_ERROR_ARGUMENT, "algorithm %d is not known", (int)c->algorithm);
-    if (c->reduction == ZERO_REDUCE_ALLREDUCE && c->stage != 0)
-        return zero_error(ZERO_ERROR_ARGUMENT, "reduction allreduce works in stage 0 only, not in stage %d",
-                          c->stage);
-    for (i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++)
-        if (!(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high))
-            return zero_error(ZERO_ERROR_ARGUMENT, "%s is %g; %g .. %g are allowed", ranges[i].name,
-                              ranges[i].value, ranges[i].low, ranges[i].high);
-    if (c->algorithm != ZERO_SGD && (c->beta1 >= 1.0 || c->beta2 >= 1.0 || c->eps < 1e-37))
-        return zero_error(ZERO_ERROR_ARGUMENT, "betas %g and %g must be below 1, eps %g at least 1e-37",
-                          c->beta1, c->beta2, c->eps);
-    return zero_ok();
-}
-
-static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cudaStream_t compute) {
-    const size_t buckets = (size_t)z->layout->buckets_count, units = (size_t)z->layout->units_count;
-    const int all = z->config.stage == 0 && z->ranks > 1;
-    ZERO_TRY(
-        zero_comm_create(&z->comm, z->layout, z->rank, comm, compute, z->config.timeout_s, z->config.timing));
-    z->bucket_chunks = (size_t*)zero_alloc_array(buckets + 1, sizeof(size_t));
-    z->units = (ZeroUnitState*)zero_alloc_array(units, sizeof(ZeroUnitState));
-    z->bucket_waits = (int*)zero_alloc_array(buckets, sizeof(int));
-    z->bucket_reduced = (char*)zero_alloc_array(buckets, 1);
-    if (!z->bucket_chunks || !z->units || !z->bucket_waits || !z->bucket_reduced)
-        return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu buckets and %zu units", buckets, units);
-    ZERO_TRY(zero_upload_chunks(z, z->rank, &z->chunks, &z->chunks_count, z->bucket_chunks));
-    if (all)
-        ZERO_TRY(
-            zero_upload_chunks(z, ZERO_ALL_RANKS, &z->all_chunks, &z->all_chunks_count, z->bucket_chunks));
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "partial sums", zero_partials_bytes(z),
-                               (void**)&z->partials));
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a sum", 2 * sizeof(double), (void**)&z->own_sums));
-    z->all_sums = z->own_sums;
-    if (z->ranks > 1) {
-        z->all_sums = NULL;
-        ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "sums", 2 * sizeof(double) * (size_t)z->ranks,
-                                   (void**)&z->all_sums));
-    }
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "scalars", ZERO_SCALARS_BYTES, (void**)&z->scalars));
-    ZERO_TRY_CUDA(cudaMemsetAsync(z->scalars, 0, ZERO_SCALARS_BYTES, compute));
-    ZERO_TRY_CUDA(cudaMallocHost((void**)&z->status, sizeof(ZeroScalars)));
-    memset(z->status, 0, sizeof(ZeroScalars));
-    ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->status_copied, cudaEventDisableTiming));
-    return zero_ok();
-}
-
-/* layout: kept by reference. comm: of layout->ranks ranks, `rank` among them; NULL for one rank. compute: the stream
-   that the caller's kernels run on. memory: counts what is allocated, or NULL. On an error z is empty. */
-static inline ZeroResult zero_init(ZeroOptimizer* z, const ZeroConfig* config, const ZeroLayout* layout,
-                                   int rank, ZeroNcclComm comm, cudaStream_t compute, ZeroMemory* memory) {
-    ZeroResult result;
-    memset(z, 0, sizeof(*z));
-    ZERO_TRY(zero_check_config(config, layout, rank, comm));
-    z->config = *config;
-    z->layout = layout;
-    z->memory = memory;
-    z->rank = rank;
-    z->ranks = layout->ranks;
-    z->micro = -1;
-    z->comm.compute = compute;
-    result = zero_init_parts(z, comm, compute);
-    if (result.code != ZERO_OK) zero_free(z);
-    return result;
-}
-
-/* A flat buffer: the caller's (of zero_padded_count elements, checked for nothing but NULL), or a new one, zeroed. */
-static inline ZeroResult zero_take_buffer(ZeroOptimizer* z, ZeroMemoryKind kind, const char* what,
-                                          void* given, void** buffer, int* owned) {
-    if (*buffer) return zero_error(ZERO_ERROR_ORDER, "%s are there already", what);
-    if (given) {
-        *buffer = given;
-        return zero_ok();
-    }
-    ZERO_TRY(zero_device_alloc(z, kind, what, zero_flat_bytes(z), buffer));
-    *owned = 1;
-    ZERO_TRY_CUDA(cudaMemsetAsync(*buffer, 0, zero_flat_bytes(z), z->comm.compute));
-    return zero_ok();
-}
-
-/* params: NULL, or the caller's device buffer; it may hold the parameters already. */
-static inline ZeroResult zero_alloc_params(ZeroOptimizer* z, void* params) {
-    return zero_take_buffer(z, ZERO_MEMORY_PARAMS, "parameters", params, &z->params, &z->params_owned);
-}
-
-/* grads: NULL, or the caller's device buffer, whose gaps and padding are set to zero on the compute stream (L6). */
-static inline ZeroResult zero_alloc_grads(ZeroOptimizer* z, void* grads) {
-    const ZeroLayout* layout = z->layout;
-    const size_t bytes = zero_dtype_bytes(layout->dtype);
-    size_t end = 0;
-    int i;
-    ZERO_TRY(zero_take_buffer(z, ZERO_MEMORY_GRADS, "gradients", grads, &z->grads, &z->grads_owned));
-    for (i = 0; grads != NULL && i <= layout->by_offset_count; i++) {
-        int last = i == layout->by_offset_count;
-        const ZeroSegment* segment = last ? NULL : &layout->segments[layout->by_offset[i]];
-        size_t next = last ? layout->padded_count : segment->flat_offset;
-        if (next > end)
-            ZERO_TRY_CUDA(
-                cudaMemsetAsync((char*)grads + end * bytes, 0, (next - end) * bytes, z->comm.compute));
-        if (!last) end = segment->flat_offset + segment->count;
-    }
-    return zero_ok();
-}
-
-template <typename Master>
-static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-    zero_copy_masters_kernel(const ZeroChunk* chunks, const ZeroBf16* params, Master* masters) {
-    const ZeroChunk& chunk = chunks[blockIdx.x];
-    for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
-        masters[chunk.state_offset + i] = zero_from_bf16(params[chunk.flat_offset + i].bits);
-}
-
-template <typename Master>
-static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-    zero_round_masters_kernel(const ZeroChunk* chunks, const Master* masters, ZeroBf16* params) {
-    const ZeroChunk& chunk = chunks[blockIdx.x];
-    for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
-        params[chunk.flat_offset + i].bits = (uint16_t)zero_to_bf16(masters[chunk.state_offset + i]);
-}
-
-static inline const ZeroChunk* zero_update_chunks(const ZeroOptimizer* z) {
-    return z->all_chunks ? z->all_chunks : z->chunks;
-}
-
-/* Tells z that params were written from outside (initial weights, weights loaded from elsewhere): masters are made
-   from them again, so that they do not overwrite the new weights (case E2). Every rank must have written the same, on
-   the compute stream and, once steps have run, behind zero_params_acquire_all: gathers may still be writing before. */
-static inline ZeroResult zero_params_changed(ZeroOptimizer* z) {
-    size_t chunks_count = z->bucket_chunks[z->layout->buckets_count];
-    cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
-    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
-    if (!z->masters || chunks_count == 0) return zero_ok();
-    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_copy_masters_kernel<float>, zero_update_chunks(z),
-                                     (const ZeroBf16*)z->params, z->masters));
-    return zero_ok();
-}
-
-/* Tells z that this rank's masters were written from outside (a resumed run), or without masters its own slices of the
-   params: params are rounded from the masters as zero_update rounds them, and gathered. All ranks together, between
-   steps, after zero_params_acquire_all. */
-static inline ZeroResult zero_state_changed(ZeroOptimizer* z) {
-    size_t chunks_count = z->bucket_chunks[z->layout->buckets_count];
-    cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
-    int b;
-    if (!z->state_there) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_state first");
-    if (z->micro >= 0) return zero_error(ZERO_ERROR_ORDER, "zero_state_changed in the middle of a step");
-    if (z->masters && chunks_count > 0)
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_round_masters_kernel<float>, zero_update_chunks(z),
-                                         (const float*)z->masters, (ZeroBf16*)z->params));
-    for (b = 0; z->config.stage > 0 && b < z->layout->buckets_count; b++)
-        ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
-    return zero_ok();
-}
-
-/* Allocates m and v as zeros and masters as copies of the params, which must be written by now. */
-static inline ZeroResult zero_alloc_state(ZeroOptimizer* z) {
-    const ZeroConfig* c = &z->config;
-    float** arrays[3] = {&z->exp_avg, &z->exp_avg_sq, &z->masters};
-    const char* names[3] = {"exp_avg", "exp_avg_sq", "fp32 masters"};
-    const int wanted[3] = {c->algorithm != ZERO_SGD || c->momentum != 0.0, c->algorithm != ZERO_SGD,
-                           z->layout->dtype == ZERO_BF16 && c->masters};
-    int i;
-    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_alloc_state");
-    if (z->state_there) return zero_error(ZERO_ERROR_ORDER, "the state is there already");
-    for (i = 0; i < 3; i++) {
-        if (!wanted[i]) continue;
-        ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_STATE, names[i], zero_state_bytes(z), (void**)arrays[i]));
-        ZERO_TRY_CUDA(cudaMemsetAsync(*arrays[i], 0, zero_state_bytes(z), z->comm.compute));
-    }
-    z->state_there = 1;
-    return zero_params_changed(z);
-}
-
-/* Sets the number of updates applied so far: a resumed run, or a caller that counts for itself. */
-static inline ZeroResult zero_set_t(ZeroOptimizer* z, uint64_t t) {
-    return zero_set_t_launch(z->scalars, t, z->comm.compute);
-}
-
-/* ------------------------------------------------------------------ forward and backward */
+/* ------------------------------------------------------------------ units */
 
 static inline ZeroResult zero_check_unit(const ZeroOptimizer* z, int unit, const char* call) {
     if (unit < 0 || unit >= z->layout->units_count)
@@ -443,6 +83,289 @@ static inline int zero_unit_buckets(const ZeroOptimizer* z, int unit, const int*
     *buckets = z->layout->unit_buckets + first[unit];
     return first[unit + 1] - first[unit];
 }
+
+static inline ZeroTimeline* zero_timeline(ZeroOptimizer* z) { return &z->comm.timeline; }
+
+/* ------------------------------------------------------------------ parameters in slots (stage 3) */
+
+/* Starts to gather a unit into a slot. *slot NULL: all slots are open. */
+static inline ZeroResult zero_gather_unit(ZeroOptimizer* z, int unit, ZeroSlot** slot) {
+    *slot = zero_slots_pick(&z->params_slots, unit);
+    if (!*slot) return zero_ok();
+    (*slot)->pending = 1;
+    return zero_comm_gather_slot(&z->comm, unit, z->params, (*slot)->memory, (*slot)->done);
+}
+
+/* With overlap: starts to gather the unit that is probably wanted next, if a slot is free. Not between norm and update, which
+   writes what a gather reads. */
+static inline ZeroResult zero_prefetch(ZeroOptimizer* z) {
+    const int unit = zero_slots_next(&z->params_slots);
+    const int* buckets;
+    ZeroSlot* slot;
+    if (!z->schedule.params_sharded || !z->config.overlap || z->norm_done || unit == ZERO_NO_UNIT)
+        return zero_ok();
+    if (zero_unit_buckets(z, unit, &buckets) == 0 || zero_slots_find(&z->params_slots, unit))
+        return zero_ok();
+    return zero_gather_unit(z, unit, &slot);
+}
+
+static inline void* zero_slot_pointer(const ZeroOptimizer* z, const ZeroSlot* slot, int unit) {
+    size_t first;
+    zero_unit_span(z->layout, unit, &first);
+    return (char*)slot->memory + (z->layout->unit_offset[unit] - first) * zero_dtype_bytes(z->layout->dtype);
+}
+
+static inline ZeroResult zero_acquire_slot(ZeroOptimizer* z, int unit, void** params) {
+    ZeroSlots* slots = &z->params_slots;
+    ZeroSlot* slot = zero_slots_find(slots, unit);
+    if (!slot) ZERO_TRY(zero_gather_unit(z, unit, &slot));
+    if (!slot)
+        return zero_error(
+            ZERO_ERROR_ORDER,
+            "zero_params_acquire: unit %d while %d others are open, one of them unit %d: stage 3 holds so "
+            "many; release one first, or name units that stay open in held_units",
+            unit, slots->common, zero_slots_open_unit(slots));
+    if (slot->pending) ZERO_TRY(zero_comm_wait_slot(&z->comm, slot->done));
+    slot->pending = 0;
+    if (slot->open++ == 0) zero_slots_visit(slots, unit);
+    *params = zero_slot_pointer(z, slot, unit);
+    return zero_prefetch(z);
+}
+
+static inline ZeroResult zero_release_slot(ZeroOptimizer* z, int unit) {
+    ZeroSlot* slot = zero_slots_find(&z->params_slots, unit);
+    if (!slot || --slot->open > 0) return zero_ok();
+    if (z->config.check_use) {
+        ZERO_TRY_CUDA(cudaMemsetAsync(slot->memory, 0xff, zero_slot_bytes(slot, z->layout), z->comm.compute));
+        slot->unit = ZERO_NO_UNIT;
+    }
+    return zero_prefetch(z);
+}
+
+/* Behind this the compute stream may write the shard, and nothing in the slots counts any more. */
+static inline ZeroResult zero_forget_slots(ZeroOptimizer* z) {
+    int i;
+    for (i = 0; i < z->params_slots.count; i++) {
+        ZeroSlot* slot = &z->params_slots.slots[i];
+        if (slot->open)
+            return zero_error(ZERO_ERROR_ORDER,
+                              "unit %d is still open where its parameters change: release it first",
+                              slot->unit);
+        if (slot->pending)
+            ZERO_TRY(zero_comm_wait_slot(&z->comm, slot->done)); /* guessed wrong: nobody has waited */
+        slot->pending = 0;
+        slot->unit = ZERO_NO_UNIT;
+    }
+    return zero_ok();
+}
+
+/* ------------------------------------------------------------------ parameters */
+
+/* Gives where the unit's parameters begin (segment s of it lies zero_unit_offset(layout, s) elements behind), and
+   makes the compute stream wait until they are complete. Works outside a step too (evaluation). In stage 3 the pointer is
+   good until the unit's release. */
+static inline ZeroResult zero_params_acquire(ZeroOptimizer* z, int unit, void** params) {
+    const int* buckets;
+    int i, count;
+    *params = NULL;
+    ZERO_TRY(zero_check_unit(z, unit, "zero_params_acquire"));
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
+    count = zero_unit_buckets(z, unit, &buckets);
+    *params = z->params; /* of a unit without elements */
+    if (z->schedule.params_sharded && count > 0) {
+        ZERO_TRY(zero_acquire_slot(z, unit, params));
+    } else if (!z->schedule.params_sharded) {
+        for (i = 0; i < count; i++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, buckets[i]));
+        *params = (char*)z->params + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
+    }
+    z->units[unit].params_open++;
+    return zero_ok();
+}
+
+/* The unit's parameters are not read any more by work that is not launched yet. */
+static inline ZeroResult zero_params_release(ZeroOptimizer* z, int unit) {
+    ZERO_TRY(zero_check_unit(z, unit, "zero_params_release"));
+    if (z->units[unit].params_open == 0)
+        return zero_error(ZERO_ERROR_ORDER, "unit %d is released more often than acquired", unit);
+    z->units[unit].params_open--;
+    return z->schedule.params_sharded ? zero_release_slot(z, unit) : zero_ok();
+}
+
+/* Behind this call no collective reads or writes what this rank holds of the parameters, until the next acquire or
+   zero_update. */
+static inline ZeroResult zero_params_settle(ZeroOptimizer* z) {
+    int b;
+    if (z->schedule.params_sharded) return zero_forget_slots(z);
+    for (b = 0; b < z->layout->buckets_count; b++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, b));
+    return zero_ok();
+}
+
+/* Behind this call the compute stream may read all params until the next zero_update. Not in stage 3 on several ranks, which
+   never holds them all: acquire unit by unit there, or use zero_params_visit. */
+static inline ZeroResult zero_params_acquire_all(ZeroOptimizer* z, void** params) {
+    *params = NULL;
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
+    if (z->schedule.params_sharded)
+        return zero_error(
+            ZERO_ERROR_ORDER,
+            "zero_params_acquire_all: stage 3 never holds all parameters: acquire unit by unit");
+    ZERO_TRY(zero_params_settle(z));
+    *params = z->params;
+    return zero_ok();
+}
+
+/* For a walk over segments in any order, in every stage: gives where segment s begins. Its unit stays open, and is released
+   when a segment of another unit is visited, or by zero_params_leave. *open: begin with ZERO_NO_UNIT. */
+static inline ZeroResult zero_params_leave(ZeroOptimizer* z, int* open) {
+    const int unit = *open;
+    *open = ZERO_NO_UNIT;
+    return unit == ZERO_NO_UNIT ? zero_ok() : zero_params_release(z, unit);
+}
+static inline ZeroResult zero_params_visit(ZeroOptimizer* z, int s, int* open, void** params) {
+    const int unit = z->layout->segments[s].unit;
+    void* first;
+    *params = NULL;
+    if (*open != unit) ZERO_TRY(zero_params_leave(z, open));
+    ZERO_TRY(zero_params_acquire(z, unit, &first));
+    if (*open == unit) ZERO_TRY(zero_params_release(z, unit)); /* it was open already */
+    *open = unit;
+    *params = (char*)first + zero_unit_offset(z->layout, s) * zero_dtype_bytes(z->layout->dtype);
+    return zero_ok();
+}
+
+/* Writes elements [first, first + count) of segment s, in every stage: where they all are, or those that this rank owns.
+   values: count elements of the layout's type on host or device, read on the compute stream. Every rank gives the same ones;
+   behind the last write call zero_params_changed (zero_alloc_state does). */
+static inline ZeroResult zero_params_write(ZeroOptimizer* z, int s, size_t first, size_t count,
+                                           const void* values) {
+    const ZeroLayout* layout = z->layout;
+    const size_t bytes = zero_dtype_bytes(layout->dtype);
+    const ZeroSegment* segment = s >= 0 && s < layout->segments_count ? &layout->segments[s] : NULL;
+    const int* buckets;
+    int i, buckets_count;
+    size_t from, to;
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
+    if (!segment || first > segment->count || count > segment->count - first)
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "zero_params_write: %zu elements from %zu on of segment %d, which has %zu", count,
+                          first, s, segment ? segment->count : 0);
+    buckets_count = zero_unit_buckets(z, segment->unit, &buckets);
+    from = segment->flat_offset + first;
+    to = from + count;
+    if (count == 0) return zero_ok();
+    if (!z->schedule.params_sharded) {
+        for (i = 0; i < buckets_count; i++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, buckets[i]));
+        ZERO_TRY_CUDA(cudaMemcpyAsync((char*)z->params + from * bytes, values, count * bytes,
+                                      cudaMemcpyDefault, z->comm.compute));
+        return zero_ok();
+    }
+    ZERO_TRY(zero_forget_slots(z));
+    for (i = 0; i < buckets_count; i++) {
+        const size_t slice = zero_slice_offset(layout, buckets[i], z->rank);
+        const size_t begin = from > slice ? from : slice;
+        size_t end = slice + zero_slice_count(layout, buckets[i]);
+        if (to < end) end = to;
+        if (begin < end)
+            ZERO_TRY_CUDA(cudaMemcpyAsync(
+                (char*)z->params + (zero_shard_offset(layout, buckets[i]) + (begin - slice)) * bytes,
+                (const char*)values + (begin - from) * bytes, (end - begin) * bytes, cudaMemcpyDefault,
+                z->comm.compute));
+    }
+    return zero_ok();
+}
+
+/* ------------------------------------------------------------------ state */
+
+template <typename Master>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+    zero_copy_masters_kernel(const ZeroChunk* chunks, const ZeroBf16* params, int params_sharded,
+                             Master* masters) {
+    const ZeroChunk& chunk = chunks[blockIdx.x];
+    const uint64_t first = params_sharded ? chunk.state_offset : chunk.flat_offset;
+    for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
+        masters[chunk.state_offset + i] = zero_from_bf16(params[first + i].bits);
+}
+
+template <typename Master>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+    zero_round_masters_kernel(const ZeroChunk* chunks, const Master* masters, int params_sharded,
+                              ZeroBf16* params) {
+    const ZeroChunk& chunk = chunks[blockIdx.x];
+    const uint64_t first = params_sharded ? chunk.state_offset : chunk.flat_offset;
+    for (uint32_t i = threadIdx.x; i < chunk.count; i += ZERO_BLOCK_THREADS)
+        params[first + i].bits = (uint16_t)zero_to_bf16(masters[chunk.state_offset + i]);
+}
+
+static inline const ZeroChunk* zero_update_chunks(const ZeroOptimizer* z) {
+    return z->all_chunks ? z->all_chunks : z->chunks;
+}
+static inline size_t zero_update_chunks_count(const ZeroOptimizer* z) {
+    return z->all_chunks ? z->all_chunks_count : z->chunks_count;
+}
+
+/* Tells z that params were written from outside (initial weights, weights loaded from elsewhere): masters are made
+   from them again, so that they do not overwrite the new weights (case E2). Every rank must have written the same, with
+   zero_params_write, or on the compute stream and, once steps have run, behind zero_params_settle: gathers may still be
+   writing before. */
+static inline ZeroResult zero_params_changed(ZeroOptimizer* z) {
+    const size_t chunks_count = zero_update_chunks_count(z);
+    cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
+    if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
+    if (!z->masters || chunks_count == 0) return zero_ok();
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_copy_masters_kernel<float>, zero_update_chunks(z),
+                                     (const ZeroBf16*)z->params, z->schedule.params_sharded, z->masters));
+    return zero_ok();
+}
+
+/* Every bucket's params to all ranks, behind what the compute stream has been given. */
+static inline ZeroResult zero_gather_all(ZeroOptimizer* z) {
+    int b;
+    if (z->config.stage == 0 || z->schedule.params_sharded) return zero_ok();
+    for (b = 0; b < z->layout->buckets_count; b++) ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
+    return zero_ok();
+}
+
+/* Tells z that this rank's masters were written from outside (a resumed run), or without masters its own slices of the
+   params: params are rounded from the masters as zero_update rounds them, and gathered. All ranks together, between
+   steps, after zero_params_settle. */
+static inline ZeroResult zero_state_changed(ZeroOptimizer* z) {
+    const size_t chunks_count = zero_update_chunks_count(z);
+    cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
+    if (!z->state_there) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_state first");
+    if (z->micro >= 0) return zero_error(ZERO_ERROR_ORDER, "zero_state_changed in the middle of a step");
+    if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
+    if (z->masters && chunks_count > 0)
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_round_masters_kernel<float>, zero_update_chunks(z),
+                                         (const float*)z->masters, z->schedule.params_sharded,
+                                         (ZeroBf16*)z->params));
+    return zero_gather_all(z);
+}
+
+/* Allocates m and v as zeros and masters as copies of the params, which must be written by now. */
+static inline ZeroResult zero_alloc_state(ZeroOptimizer* z) {
+    const ZeroConfig* c = &z->config;
+    float** arrays[3] = {&z->exp_avg, &z->exp_avg_sq, &z->masters};
+    const char* names[3] = {"exp_avg", "exp_avg_sq", "fp32 masters"};
+    const int wanted[3] = {c->algorithm != ZERO_SGD || c->momentum != 0.0, c->algorithm != ZERO_SGD,
+                           z->layout->dtype == ZERO_BF16 && c->masters};
+    int i;
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_alloc_state");
+    if (z->state_there) return zero_error(ZERO_ERROR_ORDER, "the state is there already");
+    for (i = 0; i < 3; i++)
+        if (wanted[i])
+            ZERO_TRY(
+                zero_alloc_zeroed(z, ZERO_MEMORY_STATE, names[i], zero_state_bytes(z), (void**)arrays[i]));
+    z->state_there = 1;
+    return zero_params_changed(z);
+}
+
+/* Sets the number of updates applied so far: a resumed run, or a caller that counts for itself. */
+static inline ZeroResult zero_set_t(ZeroOptimizer* z, uint64_t t) {
+    return zero_set_t_launch(z->scalars, t, z->comm.compute);
+}
+
+/* ------------------------------------------------------------------ gradients */
 
 /* Every unit with elements must have been reported in this micro-step. */
 static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
@@ -460,12 +383,77 @@ static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
     return zero_ok();
 }
 
+/* Where a bucket's gradients are: element with flat offset f lies f - *first elements behind *grads. */
+static inline void zero_locate_grads(ZeroOptimizer* z, int b, ZeroSlot* slot, char** grads, size_t* first) {
+    *first = 0;
+    *grads = (char*)z->grads;
+    if (!slot) return;
+    *grads = (char*)slot->memory;
+    zero_unit_span(z->layout, z->layout->bucket_units[z->layout->buckets[b].units_first], first);
+}
+
+/* Sums what lies in the pieces of a bucket, or arrives for them. */
+static inline ZeroResult zero_sum_bucket(ZeroOptimizer* z, int b, char* grads, size_t first) {
+    const int ordered = z->config.reduction == ZERO_REDUCE_ORDERED && z->ranks > 1;
+    const size_t slice = zero_slice_offset(z->layout, b, z->rank);
+    char* bucket = grads + (z->layout->buckets[b].flat_offset - first) * zero_dtype_bytes(z->layout->dtype);
+    size_t p;
+    ZeroSum sum;
+    memset(&sum, 0, sizeof(sum));
+    sum.chunks = z->chunks;
+    sum.grads = grads;
+    sum.grads_first = first;
+    sum.dtype = z->layout->dtype;
+    sum.others = ordered ? z->scratch : NULL;
+    sum.ranks = z->ranks;
+    sum.rank = z->rank;
+    sum.sums = z->schedule.sums_sharded ? z->sums : (float*)grads;
+    sum.sums_sharded = z->schedule.sums_sharded;
+    sum.add = z->schedule.micro && z->micro > 0;
+    sum.partials = z->micro == z->micros - 1 ? z->partials : NULL;
+    for (p = z->bucket_pieces[b]; p < z->bucket_pieces[b + 1]; p++) {
+        sum.piece = z->pieces[p];
+        if (ordered)
+            ZERO_TRY(zero_comm_exchange(&z->comm, b, bucket, sum.piece.flat_first - slice, sum.piece.count,
+                                        z->scratch));
+        ZERO_TRY(zero_sum_launch(&sum, z->comm.stream));
+    }
+    return zero_ok();
+}
+
+/* Reduces a bucket, in slot or, with NULL, in the flat gradients; done is recorded behind it (may be NULL). */
+static inline ZeroResult zero_reduce_bucket(ZeroOptimizer* z, int b, ZeroSlot* slot, cudaEvent_t done) {
+    const int everywhere = z->config.stage == 0 && !z->schedule.sums_sharded;
+    const int ordered = z->config.reduction == ZERO_REDUCE_ORDERED;
+    char *grads, *bucket;
+    size_t first;
+    int spans[2];
+    z->buckets[b].reduced = 1;
+    z->buckets[b].pending = done != NULL && !slot && z->ranks > 1;
+    zero_locate_grads(z, b, slot, &grads, &first);
+    bucket = grads + (z->layout->buckets[b].flat_offset - first) * zero_dtype_bytes(z->layout->dtype);
+    ZERO_TRY(zero_comm_begin_reduce(&z->comm, b, spans));
+    if (!ordered) ZERO_TRY(zero_comm_reduce_scatter(&z->comm, b, bucket, z->config.reduction, everywhere));
+    if (z->schedule.sum_kernel) ZERO_TRY(zero_sum_bucket(z, b, grads, first));
+    if (ordered && everywhere) /* the sums, out of the slices where they were made */
+        ZERO_TRY(zero_comm_reduce_scatter(&z->comm, b, bucket, ZERO_REDUCE_ORDERED, 1));
+    return zero_comm_end_reduce(&z->comm, done, spans);
+}
+
+/* Stages 0 and 1: what has not been reduced in this micro-step. */
+static inline ZeroResult zero_reduce_rest(ZeroOptimizer* z) {
+    int b;
+    for (b = 0; z->config.stage < 2 && b < z->layout->buckets_count; b++)
+        if (!z->buckets[b].reduced) ZERO_TRY(zero_reduce_bucket(z, b, NULL, z->buckets[b].done));
+    return zero_ok();
+}
+
 /* Begins micro-step `micro` (0 .. micros - 1) of a step. grad_scale: what the gradients of the whole step, summed
    over micro-steps, still lack: 1 if the caller has divided the loss by micros, 1/micros if not. */
 static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, double grad_scale) {
-    const int marks_max = 1 << 20; /* nobody reads them: begin anew */
+    const int spans_max = 1 << 20; /* nobody asks for them */
     int b, u, expected = z->micro < 0 ? 0 : z->micro + 1;
-    if (!z->params || !z->grads || !z->state_there)
+    if (!z->params || !z->grads_there || !z->state_there)
         return zero_error(ZERO_ERROR_ORDER,
                           "call zero_alloc_params, zero_alloc_grads and zero_alloc_state first");
     if (micros < 1 || micro < 0 || micro >= micros)
@@ -479,61 +467,64 @@ static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, dou
         return zero_error(ZERO_ERROR_ARGUMENT, "grad_scale is %g; it must be positive, at most 3.4e38",
                           grad_scale);
     if (micro > 0) ZERO_TRY(zero_check_all_ready(z));
+    if (micro > 0 && z->schedule.micro) ZERO_TRY(zero_reduce_rest(z));
     z->micro = micro;
     z->micros = micros;
     z->grad_scale = grad_scale;
     z->norm_done = 0;
-    if (micro == 0 && z->comm.marks_count > marks_max) z->comm.marks_count = 0;
+    if (micro == 0 && z->comm.timeline.spans_count > spans_max)
+        ZERO_TRY(zero_timeline_drain(&z->comm.timeline));
     for (u = 0; u < z->layout->units_count; u++) z->units[u].grads_open = z->units[u].ready = 0;
     for (b = 0; b < z->layout->buckets_count; b++) {
-        z->bucket_waits[b] = z->layout->buckets[b].units;
-        z->bucket_reduced[b] = 0;
+        z->buckets[b].waits = z->layout->buckets[b].units;
+        z->buckets[b].reduced = 0;
     }
     return zero_ok();
 }
 
-/* Gives where the unit's parameters begin (segment s of it lies zero_unit_offset(layout, s) elements behind), and
-   makes the compute stream wait until they are complete. Works outside a step too (evaluation). */
-static inline ZeroResult zero_params_acquire(ZeroOptimizer* z, int unit, void** params) {
+/* Stages 2 and 3: a slot for a unit's gradients; *add 1 if the unit is open already. */
+static inline ZeroResult zero_acquire_grads_slot(ZeroOptimizer* z, int unit, void** grads, int* add) {
+    ZeroSlots* slots = &z->grads_slots;
+    ZeroSlot* slot = zero_slots_find(slots, unit);
+    *add = slot && slot->open;
+    if (!*add) {
+        slot = zero_slots_pick(slots, unit);
+        if (!slot)
+            return zero_error(
+                ZERO_ERROR_ORDER,
+                "zero_grads_acquire: unit %d while %d others are open, one of them unit %d: stage %d holds "
+                "so many%s; report one ready first, or name units that stay open in held_units",
+                unit, slots->common, zero_slots_open_unit(slots), z->config.stage,
+                z->config.overlap ? "" : " without overlap");
+        if (slot->pending) ZERO_TRY(zero_comm_wait_overwrite(&z->comm, slot->done));
+        slot->pending = 0;
+        slot->open = 1;
+        if (z->config.check_use)
+            ZERO_TRY_CUDA(
+                cudaMemsetAsync(slot->memory, 0xff, zero_slot_bytes(slot, z->layout), z->comm.compute));
+    }
+    *grads = zero_slot_pointer(z, slot, unit);
+    return zero_ok();
+}
+
+/* Stages 0 and 1 with a reduction in each micro-step: the reduce of the one before must have read them. */
+static inline ZeroResult zero_wait_grads_reduced(ZeroOptimizer* z, int unit) {
     const int* buckets;
-    int i, count;
-    *params = NULL;
-    ZERO_TRY(zero_check_unit(z, unit, "zero_params_acquire"));
-    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
-    count = zero_unit_buckets(z, unit, &buckets);
-    for (i = 0; i < count; i++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, buckets[i]));
-    z->units[unit].params_open++;
-    *params = (char*)z->params + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
-    return zero_ok();
-}
-
-/* The unit's parameters are not read any more by work that is not launched yet. */
-static inline ZeroResult zero_params_release(ZeroOptimizer* z, int unit) {
-    ZERO_TRY(zero_check_unit(z, unit, "zero_params_release"));
-    if (z->units[unit].params_open == 0)
-        return zero_error(ZERO_ERROR_ORDER, "unit %d is released more often than acquired", unit);
-    z->units[unit].params_open--;
-    return zero_ok();
-}
-
-/* Acquires all units and releases them: behind this call the compute stream may read all params until the next
-   zero_update (evaluation, hashing, writing a model file). */
-static inline ZeroResult zero_params_acquire_all(ZeroOptimizer* z, void** params) {
-    int unit;
-    void* unit_params;
-    *params = NULL;
-    for (unit = 0; unit < z->layout->units_count; unit++) {
-        ZERO_TRY(zero_params_acquire(z, unit, &unit_params));
-        ZERO_TRY(zero_params_release(z, unit));
+    int i, count = zero_unit_buckets(z, unit, &buckets);
+    for (i = 0; i < count; i++) {
+        ZeroBucketState* bucket = &z->buckets[buckets[i]];
+        if (bucket->pending) ZERO_TRY(zero_comm_wait_overwrite(&z->comm, bucket->done));
+        bucket->pending = 0;
     }
-    *params = z->params;
     return zero_ok();
 }
 
-/* Gives where the unit's gradients begin, and whether to write them (*add = 0: first micro-step; what is there is
-   old) or to add to them (*add = 1). A unit acquired again before its zero_grads_ready is added to: the caller has
-   written its tensors then. */
+/* Gives where the unit's gradients begin, and whether to write them (*add = 0: what is there is old) or to add to them
+   (*add = 1). Without ZERO_ACCUMULATE_MICRO the first micro-step writes and the others add; with it, and in stages 2 and 3,
+   each one writes. A unit acquired again before its zero_grads_ready is added to: the caller has written its tensors then.
+   In stages 2 and 3 the pointer is good until then. */
 static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** grads, int* add) {
+    const int* buckets;
     *grads = NULL;
     *add = 0;
     ZERO_TRY(zero_check_unit(z, unit, "zero_grads_acquire"));
@@ -543,19 +534,33 @@ static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** g
         return zero_error(ZERO_ERROR_ORDER,
                           "unit %d: zero_grads_acquire after zero_grads_ready in micro-step %d of %d", unit,
                           z->micro, z->micros);
-    *add = z->micro > 0 || z->units[unit].grads_open;
+    if (z->config.stage >= 2) {
+        *grads = z->params; /* of a unit without elements */
+        if (zero_unit_buckets(z, unit, &buckets) > 0) ZERO_TRY(zero_acquire_grads_slot(z, unit, grads, add));
+    } else {
+        if (z->schedule.micro) ZERO_TRY(zero_wait_grads_reduced(z, unit));
+        *add = (z->micro > 0 && !z->schedule.micro) || z->units[unit].grads_open;
+        *grads = (char*)z->grads + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
+    }
     z->units[unit].grads_open = 1;
-    *grads = (char*)z->grads + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
     return zero_ok();
 }
 
-static inline ZeroResult zero_reduce_bucket(ZeroOptimizer* z, int b) {
-    z->bucket_reduced[b] = 1;
-    return zero_comm_reduce(&z->comm, b, z->grads, z->config.reduction, z->config.stage == 0);
+/* Stages 2 and 3: the unit's buckets are reduced out of its slot, which is free behind that. */
+static inline ZeroResult zero_reduce_slot(ZeroOptimizer* z, int unit) {
+    ZeroSlot* slot = zero_slots_find(&z->grads_slots, unit);
+    const int* buckets;
+    int i, count = zero_unit_buckets(z, unit, &buckets);
+    if (count == 0) return zero_ok();
+    for (i = count - 1; i >= 0; i--)
+        ZERO_TRY(zero_reduce_bucket(z, buckets[i], slot, i == 0 ? slot->done : NULL));
+    slot->open = 0;
+    slot->pending = z->ranks > 1;
+    return zero_ok();
 }
 
-/* The unit's gradients of this micro-step are final on the compute stream. In the last micro-step, with overlap, the
-   buckets that this completes are reduced now (Z2). */
+/* The unit's gradients of this micro-step are final on the compute stream. In the last micro-step, or where each one is
+   reduced, the buckets that this completes are reduced now (Z2); in stages 0 and 1 without overlap, later. */
 static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
     const int* buckets;
     int i, count;
@@ -565,13 +570,21 @@ static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
     if (z->units[unit].ready)
         return zero_error(ZERO_ERROR_ORDER, "unit %d: zero_grads_ready twice in micro-step %d of %d", unit,
                           z->micro, z->micros);
-    z->units[unit].ready = 1;
-    if (z->micro < z->micros - 1) return zero_ok();
     count = zero_unit_buckets(z, unit, &buckets);
+    if (!z->units[unit].grads_open && count > 0)
+        return zero_error(
+            ZERO_ERROR_ORDER,
+            "unit %d: zero_grads_ready in micro-step %d of %d, but zero_grads_acquire did not give its "
+            "gradients",
+            unit, z->micro, z->micros);
+    z->units[unit].ready = 1;
+    if (z->config.stage >= 2) return zero_reduce_slot(z, unit);
+    if (z->micro < z->micros - 1 && !z->schedule.micro) return zero_ok();
     for (i = count - 1; i >= 0; i--) {
-        int b = buckets[i];
-        z->bucket_waits[b]--;
-        if (z->bucket_waits[b] == 0 && z->config.overlap) ZERO_TRY(zero_reduce_bucket(z, b));
+        ZeroBucketState* bucket = &z->buckets[buckets[i]];
+        bucket->waits--;
+        if (bucket->waits == 0 && z->config.overlap)
+            ZERO_TRY(zero_reduce_bucket(z, buckets[i], NULL, bucket->done));
     }
     return zero_ok();
 }
@@ -626,8 +639,9 @@ static inline ZeroResult zero_wait_status(ZeroOptimizer* z) {
 }
 
 static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
-    ZeroNorm norm = {z->chunks,   z->chunks_count, z->grads,    z->layout->dtype,
-                     z->partials, z->own_sums,     z->all_sums, z->scalars};
+    ZeroNorm norm = {z->chunks,        z->chunks_count, z->grads,
+                     z->layout->dtype, z->partials,     z->own_sums,
+                     z->all_sums,      z->scalars,      z->schedule.sum_kernel ? z->partials_count : 0};
     return norm;
 }
 
@@ -647,7 +661,7 @@ static inline ZeroStepSettings zero_step_settings(const ZeroOptimizer* z) {
 static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     const ZeroNorm work = zero_describe_norm(z);
     const ZeroStepSettings settings = zero_step_settings(z);
-    int b;
+    int span;
     if (norm) *norm = 0.0f;
     if (z->micro < 0 || z->micro != z->micros - 1)
         return zero_error(ZERO_ERROR_ORDER, "zero_grad_norm in micro-step %d of %d: it follows the last",
@@ -655,11 +669,12 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     if (!z->norm_done) {
         ZERO_TRY(zero_check_all_ready(z));
         ZERO_TRY(zero_poll_status(z));
-        for (b = 0; b < z->layout->buckets_count; b++)
-            if (!z->bucket_reduced[b]) ZERO_TRY(zero_reduce_bucket(z, b));
+        ZERO_TRY(zero_reduce_rest(z));
         ZERO_TRY(zero_comm_wait_reduced(&z->comm));
-        ZERO_TRY(zero_norm_partials(&work, z->comm.compute));
+        ZERO_TRY(zero_span_begin(zero_timeline(z), ZERO_ROW_COMPUTE, "norm", ZERO_NO_INDEX, &span));
+        if (!z->schedule.sum_kernel) ZERO_TRY(zero_norm_partials(&work, z->comm.compute));
         ZERO_TRY(zero_norm_sum(&work, z->passenger, z->vote, z->comm.compute));
+        ZERO_TRY(zero_span_end(zero_timeline(z), span));
         ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
         ZERO_TRY(zero_norm_finish(&work, &settings, z->comm.compute));
         ZERO_TRY(zero_send_status(z, 0));
@@ -706,30 +721,95 @@ static inline ZeroResult zero_skip(ZeroOptimizer* z) {
     return zero_ok();
 }
 
-/* Ends the step: one launch a bucket over the own slice, its gather behind it. Without a zero_grad_norm before it,
+static inline ZeroUpdate zero_describe_update(const ZeroOptimizer* z) {
+    ZeroUpdate update;
+    memset(&update, 0, sizeof(update));
+    update.chunks = zero_update_chunks(z);
+    update.params = z->params;
+    update.grads = z->schedule.sums_sharded ? (void*)z->sums : z->grads;
+    update.masters = z->masters;
+    update.exp_avg = z->exp_avg;
+    update.exp_avg_sq = z->exp_avg_sq;
+    update.scalars = z->scalars;
+    update.dtype = z->layout->dtype;
+    update.algorithm = z->config.algorithm;
+    update.params_sharded = z->schedule.params_sharded;
+    update.grads_fp32 = update.grads_sharded = z->schedule.sums_sharded;
+    return update;
+}
+
+static inline ZeroResult zero_broadcast_window(ZeroOptimizer* z, size_t w) {
+    const ZeroWindow* window = &z->windows[w];
+    const int half = (int)(w % 2);
+    const size_t in_slice = window->flat_first - zero_slice_offset(z->layout, window->bucket, window->owner);
+    float* scratch = (float*)z->scratch + (size_t)half * z->schedule.window_count;
+    return zero_comm_broadcast(&z->comm, z->sums + zero_shard_offset(z->layout, window->bucket) + in_slice,
+                               scratch, window->count, window->owner, half);
+}
+
+/* Stage 0 with sharded sums: window by window, each broadcast by its owner into one half of the scratch while the other half
+   is worked on. */
+static inline ZeroResult zero_update_windows(ZeroOptimizer* z, ZeroUpdate* update, const ZeroHyper* hyper) {
+    size_t w;
+    update->grads_sharded = 0;
+    if (z->windows_count > 0) ZERO_TRY(zero_broadcast_window(z, 0));
+    for (w = 0; w < z->windows_count; w++) {
+        const ZeroWindow* window = &z->windows[w];
+        if (w + 1 < z->windows_count) ZERO_TRY(zero_broadcast_window(z, w + 1));
+        ZERO_TRY(zero_comm_wait_window(&z->comm, (int)(w % 2)));
+        update->grads = (float*)z->scratch + (w % 2) * z->schedule.window_count;
+        update->grads_first = window->flat_first;
+        ZERO_TRY(zero_update_launch(update, hyper, window->chunk_first,
+                                    z->windows[w + 1].chunk_first - window->chunk_first, z->comm.compute));
+    }
+    return zero_ok();
+}
+
+/* Launches the update and, in stages 1 and 2, the gathers, bucket by bucket. */
+static inline ZeroResult zero_update_buckets(ZeroOptimizer* z, const ZeroHyper* hyper) {
+    const int gathers = (z->config.stage == 1 || z->config.stage == 2) && z->ranks > 1;
+    ZeroUpdate update = zero_describe_update(z);
+    int b;
+    if (z->schedule.sums_gather) return zero_update_windows(z, &update, hyper);
+    if (!gathers) return zero_update_launch(&update, hyper, 0, zero_update_chunks_count(z), z->comm.compute);
+    for (b = 0; b < z->layout->buckets_count; b++) {
+        ZERO_TRY(zero_update_launch(&update, hyper, z->bucket_chunks[b],
+                                    z->bucket_chunks[b + 1] - z->bucket_chunks[b], z->comm.compute));
+        ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
+    }
+    return zero_ok();
+}
+
+/* Ends the step: the fused update of what this rank owns, and the gathers behind it. Without a zero_grad_norm before it,
    calls that first. With overlap the params arrive while the next forward starts (Z1). */
 static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
     const ZeroConfig* c = &z->config;
-    ZeroHyper hyper = zero_hyper(lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->momentum);
-    ZeroUpdate update = {zero_update_chunks(z), z->params,  z->grads,         z->masters,  z->exp_avg,
-                         z->exp_avg_sq,         z->scalars, z->layout->dtype, c->algorithm};
-    int b;
+    const ZeroHyper hyper = zero_hyper(lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->momentum);
+    int span;
     if (!(lr >= 0.0 && lr <= 3.4e38))
         return zero_error(ZERO_ERROR_ARGUMENT, "lr is %g; 0 .. 3.4e38 are allowed", lr);
     if (!(lr * c->weight_decay <= 3.4e38))
         return zero_error(ZERO_ERROR_ARGUMENT, "lr %g times weight_decay %g does not fit into fp32", lr,
                           c->weight_decay);
     if (!z->norm_done) ZERO_TRY(zero_grad_norm(z, NULL));
-    for (b = 0; b < z->layout->buckets_count; b++) {
-        ZERO_TRY(zero_update_launch(&update, &hyper, z->bucket_chunks[b],
-                                    z->bucket_chunks[b + 1] - z->bucket_chunks[b], z->comm.compute));
-        if (c->stage > 0) ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
-    }
-    if (!c->overlap && c->stage > 0)
-        for (b = 0; b < z->layout->buckets_count; b++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, b));
+    if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
+    ZERO_TRY(zero_span_begin(zero_timeline(z), ZERO_ROW_COMPUTE, "update", ZERO_NO_INDEX, &span));
+    ZERO_TRY(zero_update_buckets(z, &hyper));
+    ZERO_TRY(zero_span_end(zero_timeline(z), span));
     z->micro = -1;
     z->norm_done = 0;
-    return zero_ok();
+    if (!c->overlap && !z->schedule.params_sharded) ZERO_TRY(zero_params_settle(z));
+    return zero_prefetch(z);
+}
+
+/* Reads the spans that have passed; the host waits for the compute stream's last wait, as far as it has been issued. */
+static inline ZeroResult zero_read_timeline(ZeroOptimizer* z) {
+    ZeroTimeline* t = zero_timeline(z);
+    int i;
+    for (i = t->spans_count - 1; i >= 0; i--)
+        if (t->spans[i].is_wait && t->spans[i].ended) break;
+    if (i >= 0) ZERO_TRY(zero_wait_event(&z->comm, t->spans[i].end));
+    return zero_timeline_drain(t);
 }
 
 /* What became of the last step. Waits for the device. ZERO_ERROR_SKIPS as zero_grad_norm; the report is filled. */
@@ -745,7 +825,8 @@ static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     report->norm = s->norm;
     report->passenger_sum = s->passenger_sum;
     report->votes = s->votes;
-    ZERO_TRY(zero_clock_read(&z->comm, &report->exposed_ms));
+    ZERO_TRY(zero_read_timeline(z));
+    report->exposed_ms = zero_timeline_take_exposed(zero_timeline(z));
     return zero_check_skips(z, s);
 }
 

@@ -32,7 +32,8 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
     if (sum != 0) atomicAdd(hash, (unsigned long long)sum);
 }
 
-static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegment* segment,
+/* params: where the segment's parameters begin. */
+static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegment* segment, const void* params,
                                           unsigned long long* hash) {
     size_t blocks = (segment->count + ZERO_CHUNK_MAX_COUNT - 1) / ZERO_CHUNK_MAX_COUNT;
     cudaLaunchConfig_t config;
@@ -41,12 +42,12 @@ static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegm
     config = zero_launch_config(blocks, ZERO_BLOCK_THREADS, z->comm.compute);
     if (z->layout->dtype == ZERO_BF16)
         ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint16_t>,
-                                         (const uint16_t*)z->params + segment->flat_offset, segment->count,
-                                         (uint64_t)segment->model_offset, hash));
+                                         (const uint16_t*)params, segment->count, (uint64_t)segment->model_offset,
+                                         hash));
     else
         ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint32_t>,
-                                         (const uint32_t*)z->params + segment->flat_offset, segment->count,
-                                         (uint64_t)segment->model_offset, hash));
+                                         (const uint32_t*)params, segment->count, (uint64_t)segment->model_offset,
+                                         hash));
     return zero_ok();
 }
 
@@ -88,13 +89,17 @@ static inline ZeroResult zero_check_between_steps(const ZeroOptimizer* z, const 
 static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     void* params;
     uint64_t words[2] = {0, 0};
-    int s, odd;
+    int i, odd, open = ZERO_NO_UNIT;
     if (hash) *hash = 0;
     ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
-    ZERO_TRY(zero_params_acquire_all(z, &params));
+    if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_check_replicas");
     ZERO_TRY_CUDA(cudaMemsetAsync(z->own_sums, 0, 2 * sizeof(double), z->comm.compute));
-    for (s = 0; s < z->layout->segments_count; s++)
-        ZERO_TRY(zero_hash_launch(z, &z->layout->segments[s], (unsigned long long*)z->own_sums));
+    for (i = 0; i < z->layout->by_offset_count; i++) { /* unit after unit */
+        const int s = z->layout->by_offset[i];
+        ZERO_TRY(zero_params_visit(z, s, &open, &params));
+        ZERO_TRY(zero_hash_launch(z, &z->layout->segments[s], params, (unsigned long long*)z->own_sums));
+    }
+    ZERO_TRY(zero_params_leave(z, &open));
     ZERO_TRY(zero_find_odd_rank(z, NULL, &odd, words));
     if (odd)
         return zero_error(
@@ -117,6 +122,7 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
                                 (uint64_t)z->ranks,
                                 (uint64_t)z->config.stage,
                                 (uint64_t)z->config.reduction,
+                                (uint64_t)z->config.accumulation,
                                 (uint64_t)z->config.overlap,
                                 extra};
     uint64_t mixed[2] = {0, 0}, words[2] = {0, 0};
