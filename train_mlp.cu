@@ -422,6 +422,7 @@ static ZeroResult resume(Mlp* mlp) {
 static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroReport* last) {
     const Options* o = mlp->options;
     int stop = 0;
+    ZERO_TRY(zero_report(&mlp->zero, last)); // of the steps before a resume
     while (mlp->steps_done < o->steps && !stop) {
         const double start_ms = now_ms();
         ZERO_TRY(mlp_step(mlp, last, peaks));
@@ -522,6 +523,7 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
                                 o->weight_decay);
         result = zero_world_agree(world, result);
     }
+    report_free(&report);
     mlp_free(&mlp);
     return result;
 }
