@@ -12,7 +12,7 @@
 #include "dev/mlp/options.h"      // defines: Options, options_parse: the command line
 #include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
 #include "dev/mlp/loss.cuh"       // defines: loss_run (MSE), data_split (new samples each step)
-#include "dev/mlp/linear.cuh"     // defines: Linear, linear_forward, linear_backward (cuBLASLt)
+#include "dev/mlp/linear.cuh"     // defines: Linear, linear_forward, linear_backward_input, _params (cuBLASLt)
 #include "dev/mlp/report.h"       // defines: Report: step lines, main.log, summary.json; params_sums
 
 // ----------------------------------------------------------------------------- the model
@@ -55,7 +55,7 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
         segments[2 * l] = zero_segment(names[2 * l], width * width, l);
         segments[2 * l + 1] = zero_segment(names[2 * l + 1], width, l);
     }
-    config.units_apart = (int)o->bucket_unit;
+    config.units_apart = o->bucket_unit || o->stage >= 2;
     config.bucket_bytes = (size_t)(o->bucket_mb * 1e6);
     if (o->bucket_mb > 0.0 && config.bucket_bytes == 0) config.bucket_bytes = 1;
     ZeroResult result = zero_layout(layout, segments, 2 * (int)o->layers, &config);
@@ -81,7 +81,7 @@ static ZeroConfig mlp_config(const Options* o) {
     c.accumulation = (ZeroAccumulation)o->accumulation;
     c.masters = (int)o->masters;
     c.overlap = (int)o->overlap;
-    c.timing = 1;
+    c.timing = o->trace ? ZERO_TIMING_ALL : ZERO_TIMING_WAITS;
     c.beta1 = o->beta1, c.beta2 = o->beta2, c.eps = o->eps;
     c.weight_decay = o->weight_decay;
     c.momentum = o->momentum;
@@ -92,8 +92,8 @@ static ZeroConfig mlp_config(const Options* o) {
 
 // Bytes that this rank will ask for, before anything is allocated.
 static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
-    const Options* o = mlp->options;
-    ZeroPlanChoice choice = {rank, (int)o->stage, (ZeroAlgorithm)o->algorithm, o->momentum, (int)o->masters};
+    const ZeroConfig config = mlp_config(mlp->options);
+    const ZeroPlanChoice choice = zero_plan_choice(&config, rank);
     return zero_plan(plan, &mlp->layout, &choice);
 }
 
@@ -156,22 +156,19 @@ static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_
     return zero_ok();
 }
 
-// Copies fp32 numbers to the device in the model's type; `host` may be reused at once.
-static ZeroResult upload(const Mlp* mlp, void* to, float* host, size_t count) {
+// fp32 numbers in the model's type, in place; returns their bytes.
+static size_t narrow(const Mlp* mlp, float* host, size_t count) {
     if (mlp->dtype == ZERO_BF16) {
-        uint16_t* narrow = (uint16_t*)host; // in place: element i is written behind where it was read
+        uint16_t* half = (uint16_t*)host; // element i is written behind where it was read
         for (size_t i = 0; i < count; i++) {
             uint32_t bits;
             memcpy(&bits, &host[i], sizeof(bits));
             bits = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-            uint16_t half = (uint16_t)bits;
-            memcpy(&narrow[i], &half, sizeof(half));
+            uint16_t rounded = (uint16_t)bits;
+            memcpy(&half[i], &rounded, sizeof(rounded));
         }
     }
-    ZERO_TRY_CUDA(
-        cudaMemcpyAsync(to, host, count * zero_dtype_bytes(mlp->dtype), cudaMemcpyHostToDevice, mlp->stream));
-    ZERO_TRY_CUDA(cudaStreamSynchronize(mlp->stream));
-    return zero_ok();
+    return count * zero_dtype_bytes(mlp->dtype);
 }
 
 // The recipe's initial weights: seed, then weight and bias of each layer, as nn.Linear draws them on a CPU.
@@ -183,8 +180,10 @@ static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
     for (int s = 0; s < mlp->layout.segments_count && result.code == ZERO_OK; s++) {
         const ZeroSegment* segment = &mlp->layout.segments[s];
         torch_uniform(random, host, segment->count, bound);
-        result = upload(mlp, (char*)mlp->zero.params + segment->flat_offset * zero_dtype_bytes(mlp->dtype),
-                        host, segment->count);
+        narrow(mlp, host, segment->count);
+        result = zero_params_write(&mlp->zero, s, 0, segment->count, host);
+        if (result.code == ZERO_OK && cudaStreamSynchronize(mlp->stream) != cudaSuccess)
+            result = zero_error(ZERO_ERROR_CUDA, "writing parameters: %s", cudaGetErrorString(cudaGetLastError()));
     }
     free(host);
     return result;
@@ -200,7 +199,9 @@ static ZeroResult mlp_draw_data(Mlp* mlp, TorchRandom* random) {
         return zero_error(ZERO_ERROR_MEMORY, "-b %lld: no host memory for a batch", mlp->options->batch);
     for (size_t row = 0; row < 2 * data_sets(mlp) && result.code == ZERO_OK; row++) {
         torch_normal(random, host, mlp->row_count);
-        result = upload(mlp, row_at(mlp, mlp->data, row), host, mlp->row_count);
+        const size_t bytes = narrow(mlp, host, mlp->row_count);
+        if (cudaMemcpy(row_at(mlp, mlp->data, row), host, bytes, cudaMemcpyHostToDevice) != cudaSuccess)
+            result = zero_error(ZERO_ERROR_CUDA, "copying data: %s", cudaGetErrorString(cudaGetLastError()));
     }
     free(host);
     return result;
@@ -286,30 +287,42 @@ static void* layer_input(const Mlp* mlp, void* x, int l) {
 
 static ZeroResult mlp_forward(Mlp* mlp, void* x) {
     const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
+    ZeroTimeline* timeline = zero_timeline(&mlp->zero);
     for (int l = 0; l < mlp->layers; l++) {
         void* weight;
+        int span;
         ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
+        ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "forward", l, &span));
         ZERO_TRY(linear_forward(&mlp->linear, layer_input(mlp, x, l), weight, (char*)weight + bias_offset,
                                 row_at(mlp, mlp->activations, (size_t)l)));
+        ZERO_TRY(zero_span_end(timeline, span));
         ZERO_TRY(zero_params_release(&mlp->zero, l));
     }
     return zero_ok();
 }
 
-// Begins with d loss / d output in row_grads[(layers - 1) % 2].
+// Begins with d loss / d output in row_grads[(layers - 1) % 2]. The input's gradient first: it needs no room for parameters'
+// gradients, so it runs while those of the layer above are still being reduced.
 static ZeroResult mlp_backward(Mlp* mlp, void* x) {
     const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
+    ZeroTimeline* timeline = zero_timeline(&mlp->zero);
     for (int l = mlp->layers - 1; l >= 0; l--) {
-        void *weight, *weight_grad;
-        int add;
-        ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
+        void *weight, *weight_grad, *y_grad = row_at(mlp, mlp->row_grads, (size_t)l % 2);
+        int add, span;
+        if (l > 0) {
+            ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
+            ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "backward", l, &span));
+            ZERO_TRY(linear_backward_input(&mlp->linear, weight, y_grad,
+                                           row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2)));
+            ZERO_TRY(zero_span_end(timeline, span));
+            ZERO_TRY(zero_params_release(&mlp->zero, l));
+        }
         ZERO_TRY(zero_grads_acquire(&mlp->zero, l, &weight_grad, &add));
-        ZERO_TRY(linear_backward(&mlp->linear, layer_input(mlp, x, l), weight,
-                                 row_at(mlp, mlp->row_grads, (size_t)l % 2), weight_grad,
-                                 (char*)weight_grad + bias_offset,
-                                 l > 0 ? row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2) : NULL, add));
+        ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "backward", l, &span));
+        ZERO_TRY(linear_backward_params(&mlp->linear, layer_input(mlp, x, l), y_grad, weight_grad,
+                                        (char*)weight_grad + bias_offset, add));
+        ZERO_TRY(zero_span_end(timeline, span));
         ZERO_TRY(zero_grads_ready(&mlp->zero, l));
-        ZERO_TRY(zero_params_release(&mlp->zero, l));
     }
     return zero_ok();
 }
@@ -422,6 +435,7 @@ static ZeroResult resume(Mlp* mlp) {
 static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroReport* last) {
     const Options* o = mlp->options;
     int stop = 0;
+    ZERO_TRY(zero_report(&mlp->zero, last)); // of the steps before a resume
     while (mlp->steps_done < o->steps && !stop) {
         const double start_ms = now_ms();
         ZERO_TRY(mlp_step(mlp, last, peaks));
@@ -439,12 +453,44 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
     return zero_ok();
 }
 
+// -T FILE: one file for all ranks, each of which appends its events in turn.
+static ZeroResult write_trace(Mlp* mlp) {
+    const Options* o = mlp->options;
+    const ZeroWorld* world = mlp->world;
+    ZeroTimeline* timeline = zero_timeline(&mlp->zero);
+    if (!o->trace) return zero_ok();
+    ZERO_TRY(zero_comm_drain(&mlp->zero.comm));
+    ZERO_TRY(zero_timeline_drain(timeline));
+    const double mine = timeline->entries_count ? timeline->entries[0].begin_us : zero_clock_us();
+    double* all = (double*)malloc((size_t)world->ranks * sizeof(double));
+    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
+    ZeroResult result = zero_world_gather(mlp->world, &mine, sizeof(mine), all);
+    double start_us = mine;
+    for (int r = 0; r < world->ranks && result.code == ZERO_OK; r++)
+        if (all[r] < start_us) start_us = all[r];
+    free(all);
+    for (int r = 0; r < world->ranks && result.code == ZERO_OK; r++) {
+        if (r == world->rank) {
+            errno = 0;
+            FILE* file = fopen(o->trace, r == 0 ? "w" : "a");
+            int written = file != NULL;
+            if (file) {
+                if (r == 0) fprintf(file, "{\"traceEvents\":[\n");
+                written = zero_timeline_write(timeline, file, r, start_us);
+                if (r == world->ranks - 1) fprintf(file, "\n],\"displayTimeUnit\":\"ms\"}\n");
+                if (fclose(file) != 0) written = 0;
+            }
+            if (!written)
+                result = zero_error(ZERO_ERROR_FILE, "-T %.160s: cannot write it: %s", o->trace, strerror(errno));
+        }
+        result = zero_world_agree(mlp->world, result);
+    }
+    return result;
+}
+
 // Sums and hash of the params; ranks that differ are an error.
 static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* digest) {
-    void* params;
-    ZERO_TRY(zero_params_acquire_all(&mlp->zero, &params));
-    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
-    ZERO_TRY(params_sums(digest, &mlp->layout, params, mlp->width, mlp->stream));
+    ZERO_TRY(params_sums(digest, &mlp->zero, mlp->width));
     return zero_check_replicas(&mlp->zero, &digest->hash);
 }
 
@@ -474,7 +520,7 @@ static void print_header(const Mlp* mlp) {
            : o->algorithm == ZERO_ADAM ? "Adam"
                                        : "SGD",
            o->stage, mlp->world->ranks, o->batch, mlp->micros, mlp->layout.buckets_count);
-    if (mlp->dtype == ZERO_BF16 && mlp->micros > 1)
+    if (mlp->dtype == ZERO_BF16 && mlp->micros > 1 && !mlp->zero.schedule.micro)
         printf("warning: gradients of %d micro-steps add up in bf16 (8 bits): small ones are lost beside "
                "large sums\n",
                mlp->micros);
@@ -507,6 +553,7 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     }
     if (result.code == ZERO_OK) {
         result = train_steps(&mlp, &report, &peaks, &last);
+        if (result.code == ZERO_OK) result = write_trace(&mlp);
         if (result.code == ZERO_OK) result = compare_ranks(&mlp, &digest);
         *fatal = result.code == ZERO_ERROR_NCCL || result.code == ZERO_ERROR_CUDA ||
                  result.code == ZERO_ERROR_SYSTEM || result.code == ZERO_ERROR_MEMORY;
@@ -522,39 +569,80 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
                                 o->weight_decay);
         result = zero_world_agree(world, result);
     }
+    report_free(&report);
     mlp_free(&mlp);
     return result;
+}
+
+// Bytes of rank 0 with so many layers, activations included; the plan alone goes to *plan.
+static ZeroResult plan_layers(const Options* given, long long layers, int ranks, ZeroPlan* plan, double* bytes) {
+    Options o = *given;
+    Mlp mlp;
+    o.layers = layers;
+    memset(&mlp, 0, sizeof(mlp));
+    mlp.options = &o;
+    mlp.layers = (int)layers;
+    mlp.micros = o.total_batch ? (int)(o.total_batch / (o.batch * ranks)) : 1;
+    if (mlp.micros < 1) mlp.micros = 1;
+    mlp.dtype = (ZeroDtype)o.dtype;
+    mlp.row_stride = zero_round_up((size_t)(o.batch * o.width), ZERO_ALIGN_BYTES / zero_dtype_bytes(mlp.dtype));
+    char(*names)[24] = (char(*)[24])calloc(2 * (size_t)layers, sizeof(names[0]));
+    ZeroResult result = names ? mlp_layout(&mlp.layout, &o, ranks, names)
+                              : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", layers);
+    if (result.code == ZERO_OK) result = mlp_plan(&mlp, 0, plan);
+    if (result.code == ZERO_OK) *bytes = (double)zero_plan_total(plan) + (double)activation_bytes(&mlp);
+    zero_layout_free(&mlp.layout);
+    free(names);
+    return result;
+}
+
+// The most layers that fit: bytes are nearly a straight line in the layers, so that two points give a guess, and plans beside
+// it the answer.
+static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) {
+    const double memory = 1e6 * o->device_mb;
+    const long long few = 4, many = 68, most = 30000;
+    ZeroPlan plan;
+    double at_few, at_many, bytes;
+    ZERO_TRY(plan_layers(o, few, ranks, &plan, &at_few));
+    ZERO_TRY(plan_layers(o, many, ranks, &plan, &at_many));
+    const double a_layer = (at_many - at_few) / (double)(many - few);
+    double guess = (double)few + (memory - at_few) / a_layer;
+    *largest = guess < 1.0 ? 0 : guess > 1e6 ? 1000000 : (long long)guess;
+    if (*largest > most) return zero_ok();
+    for (;; (*largest)++) { // up, as far as it fits
+        ZERO_TRY(plan_layers(o, *largest + 1, ranks, &plan, &bytes));
+        if (bytes > memory) break;
+    }
+    for (; *largest > 0; (*largest)--) { // down, until it fits
+        ZERO_TRY(plan_layers(o, *largest, ranks, &plan, &bytes));
+        if (bytes <= memory) break;
+    }
+    return zero_ok();
 }
 
 // --plan: what each rank would hold, for stages and numbers of ranks.
 static ZeroResult print_plan(const Options* given, int ranks_now) {
     Options o = *given;
-    Mlp mlp;
-    char(*names)[24] = (char(*)[24])calloc(2 * (size_t)o.layers, sizeof(names[0]));
-    if (!names) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o.layers);
-    memset(&mlp, 0, sizeof(mlp));
-    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; activations with -b %lld are extra\n",
-           o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch);
-    printf("%5s %6s %12s %12s %12s %12s %12s\n", "stage", "ranks", "params", "gradients", "state", "scratch",
-           "total");
-    ZeroResult result = zero_ok();
-    for (int stage = 0; stage <= 1; stage++)
-        for (int ranks = 1; ranks <= 1024 && result.code == ZERO_OK; ranks *= 2) {
+    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; total: with activations of -b %lld; largest: the most "
+           "layers that %g MB hold\n",
+           o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch, o.device_mb);
+    printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state", "scratch",
+           "total", "largest -L");
+    for (int stage = 0; stage <= 3; stage++)
+        for (int ranks = 1; ranks <= 1024; ranks *= 2) {
             ZeroPlan plan;
+            double bytes = 0.0;
+            long long largest = 0;
             o.stage = stage;
-            mlp.options = &o;
-            result = mlp_layout(&mlp.layout, &o, ranks, names);
-            if (result.code == ZERO_OK) result = mlp_plan(&mlp, 0, &plan);
-            if (result.code == ZERO_OK)
-                printf("%5d %6d %12.3f %12.3f %12.3f %12.3f %12.3f%s\n", stage, ranks,
-                       1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
-                       1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes,
-                       1e-6 * (double)zero_plan_total(&plan),
-                       stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
-            zero_layout_free(&mlp.layout);
+            if (o.reduction == ZERO_REDUCE_ALLREDUCE && stage > 0) o.reduction = ZERO_REDUCE_NCCL;
+            ZERO_TRY(plan_layers(&o, o.layers, ranks, &plan, &bytes));
+            ZERO_TRY(plan_largest(&o, ranks, &largest));
+            printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %9s%lld%s\n", stage, ranks,
+                   1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes, 1e-6 * (double)plan.state_bytes,
+                   1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, "", largest,
+                   stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
         }
-    free(names);
-    return result;
+    return zero_ok();
 }
 
 // ----------------------------------------------------------------------------- main

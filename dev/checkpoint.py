@@ -97,7 +97,7 @@ def damage(path, metadata):
         length = int.from_bytes(file.read(8), "little")
         file.seek(0)
         header = file.read(8 + length)
-        mark = b'"header_xxh3":"'
+        mark = b',"header_xxh3":"'
         at = header.index(mark) + len(mark)
         zeroed = header[:at] + b"0" * 16 + header[at + 16:]
         if xxhash.xxh3_64_hexdigest(zeroed) != metadata["header_xxh3"]:

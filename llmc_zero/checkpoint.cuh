@@ -18,14 +18,17 @@
    C1  The file appears under its name by rename, after every rank has written and synced its part and said so, and after
        rank 0 has synced the header. The folder is synced behind it.
    C2  A save that fails leaves what stood under the name as it was, and no temporary file (NAME.tmp) unless the process
-       dies; the next save to the name replaces that.
+       dies; the next save to the name replaces that. Only if it is the sync of the folder that fails (the message says
+       so) the new file has its name already. A rank that sees another folder is found, and so is another run that saves
+       to the same name (rank 0 holds a lock, flock, on NAME.tmp).
    Loading:
    C3  Header, names, shapes, settings and every checksum are checked, and all ranks agree that they are fine, before any
        device memory is written. The ranks share the checking, so that the file is read once for it.
    C4  Then each rank reads the ranges it holds, and params are rounded from masters and gathered as after a step.
 
-   Host memory: 8 MB of pinned buffers and the list of pieces (32 bytes each), whatever the model's size. Not part of
-   llmc_zero.cuh, because it needs xxHash and nlohmann's JSON; see safetensors.cuh.
+   Host memory: 8 MB of pinned buffers and the list of pieces (some 200 bytes each while saving), whatever the model's size.
+   A process that runs under a limit on file sizes should ignore SIGXFSZ: the write then fails as on a full disk. Not part
+   of llmc_zero.cuh, because it needs xxHash and nlohmann's JSON; see safetensors.cuh.
 
    checkpoint_folder.cuh adds names, the newest whole file and the last k.
 

@@ -9,8 +9,9 @@
        int found;
        zero_checkpoint_resume(&z, "run", &what, NULL, &passed_over, &found);   // all ranks
 
-   A file that is damaged is passed over, with a line that says why. A file that is whole but belongs to another model,
-   optimizer or seed is an error, not passed over.
+   A file that is damaged is passed over, with a line that says why, and once an older one is loaded it is renamed to
+   NAME.damaged: it must not count among the last k. A file that is whole but belongs to another model, optimizer or seed,
+   or whose name is not its step's, is an error, not passed over.
 
    defines: zero_checkpoint_path, zero_checkpoint_steps, zero_checkpoint_rotate, zero_checkpoint_resume
 */
@@ -62,15 +63,18 @@ static inline ZeroResult zero_checkpoint_steps(const char* folder, std::vector<u
 }
 
 /* After a save that succeeded, on one rank: deletes all checkpoints up to `newest`, the step just saved, but the last
-   `keep` (0: keeps all), and what broken saves left. The newest itself always stays. Files with a higher step were passed
-   over when this run resumed; they stay until it overwrites them. */
+   `keep` (0: keeps all), and what broken saves left. The newest itself always stays, and so do files with a higher step. */
 static inline ZeroResult zero_checkpoint_rotate(const char* folder, uint64_t keep, uint64_t newest) {
     return zero_guard([&]() {
         std::vector<uint64_t> steps;
         std::vector<std::string> names;
         ZERO_TRY(zero_checkpoint_steps(folder, &steps, &names));
         steps.erase(std::upper_bound(steps.begin(), steps.end(), newest), steps.end());
-        for (std::string& name : names) name = std::string(folder) + "/" + name;
+        for (const std::string& name : names) {
+            int busy; /* another run's: its own business */
+            ZERO_TRY(zero_save_remove_stale((std::string(folder) + "/" + name).c_str(), &busy));
+        }
+        names.clear();
         for (size_t i = 0; keep > 0 && i + keep < steps.size(); i++) {
             char path[4096];
             ZERO_TRY(zero_checkpoint_path(path, sizeof(path), folder, steps[i]));
@@ -84,20 +88,58 @@ static inline ZeroResult zero_checkpoint_rotate(const char* folder, uint64_t kee
     });
 }
 
-/* The newest step below `below` that rank 0 sees in the folder, on all ranks; *found 0: none. */
+/* The newest step below `below` that rank 0 sees in the folder, on all ranks; *found 0: none. line gets room for a
+   message, and lines for one more line: nothing that comes after the agreement here needs memory. */
 static inline ZeroResult zero_checkpoint_newest(ZeroOptimizer* z, const char* folder, uint64_t below,
-                                                uint64_t* step, int* found) {
-    std::vector<uint64_t> steps, all(2 * (size_t)z->ranks);
+                                                uint64_t* step, int* found, std::string* line,
+                                                std::vector<std::string>* lines) {
+    std::vector<uint64_t> steps, all;
     std::vector<std::string> temporary;
     uint64_t own[2] = {0, 0};
-    ZeroResult result = z->rank == 0 ? zero_checkpoint_steps(folder, &steps, &temporary) : zero_ok();
-    ZERO_TRY(zero_agree(z, result));
+    ZERO_TRY(zero_agree(z, zero_guard([&]() {
+                            all.resize(2 * (size_t)z->ranks);
+                            *line = std::string(sizeof(ZeroResult), ' ');
+                            lines->reserve(lines->size() + 1);
+                            return z->rank == 0 ? zero_checkpoint_steps(folder, &steps, &temporary) : zero_ok();
+                        })));
     const auto end = std::lower_bound(steps.begin(), steps.end(), below);
     if (end != steps.begin()) own[0] = *(end - 1), own[1] = 1;
     ZERO_TRY(zero_exchange_words(z, own, all.data()));
     *step = all[0];
     *found = (int)all[1];
     return zero_ok();
+}
+
+/* Loads step's file if it is whole and its own. */
+static inline ZeroResult zero_checkpoint_try(ZeroOptimizer* z, const char* path, uint64_t step,
+                                             ZeroCheckpoint* what, ZeroFileHeader* header) {
+    ZeroLoad load;
+    ZeroResult result = zero_load_check(&load, z, path, what);
+    if (result.code == ZERO_OK && load.step != step)
+        result = zero_error(ZERO_ERROR_ARGUMENT, "%s holds step %llu: give it its own name, or delete it",
+                            zero_base_name(path), (unsigned long long)load.step);
+    if (result.code == ZERO_OK) result = zero_load_apply(&load);
+    zero_load_close(&load);
+    if (header && result.code == ZERO_OK) std::swap(*header, load.header);
+    return result;
+}
+
+/* The damaged files of steps above `above`, which was loaded, up to `newest`, get out of the way. What cannot be renamed
+   stays. */
+static inline void zero_checkpoint_set_aside(const char* folder, uint64_t above, uint64_t newest) {
+    zero_guard([&]() {
+        std::vector<uint64_t> steps;
+        std::vector<std::string> temporary;
+        ZERO_TRY(zero_checkpoint_steps(folder, &steps, &temporary));
+        for (uint64_t step : steps) {
+            char path[4096];
+            struct stat status;
+            ZERO_TRY(zero_checkpoint_path(path, sizeof(path), folder, step));
+            if (step > above && step <= newest && lstat(path, &status) == 0 && S_ISREG(status.st_mode))
+                rename(path, (std::string(path) + ".damaged").c_str());
+        }
+        return zero_ok();
+    });
 }
 
 /* Loads the newest checkpoint of the folder that is whole, as zero_checkpoint_load. passed_over: a line for each newer one
@@ -107,22 +149,22 @@ static inline ZeroResult zero_checkpoint_resume(ZeroOptimizer* z, const char* fo
                                                 ZeroFileHeader* header, std::vector<std::string>* passed_over,
                                                 int* found) {
     return zero_guard([&]() {
-        uint64_t step = UINT64_MAX;
+        uint64_t step = UINT64_MAX, newest = 0;
         *found = 0;
         for (;;) {
             char path[4096];
-            ZeroLoad load;
+            std::string line;
             int there = 0;
-            ZERO_TRY(zero_checkpoint_newest(z, folder, step, &step, &there));
+            ZERO_TRY(zero_checkpoint_newest(z, folder, step, &step, &there, &line, passed_over));
             if (!there) break;
             ZERO_TRY(zero_checkpoint_path(path, sizeof(path), folder, step));
-            ZeroResult result = zero_load_check(&load, z, path, what);
-            if (result.code == ZERO_OK) result = zero_load_apply(&load);
-            zero_load_close(&load);
+            newest = std::max(newest, step);
+            ZeroResult result = zero_checkpoint_try(z, path, step, what, header);
             *found = result.code == ZERO_OK;
-            if (header && *found) *header = load.header;
+            if (*found && z->rank == 0 && !passed_over->empty()) zero_checkpoint_set_aside(folder, step, newest);
             if (result.code != ZERO_ERROR_FILE) return result;
-            passed_over->push_back(result.text);
+            line = result.text;
+            passed_over->push_back(std::move(line));
         }
         if (passed_over->empty()) return zero_ok();
         return zero_error(ZERO_ERROR_FILE,

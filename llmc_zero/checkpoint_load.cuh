@@ -22,6 +22,8 @@ typedef struct ZeroLoad {
     int arrays_count, fd;
     ZeroFileHeader header;
     uint64_t t, step, samples;
+    uint64_t skipped, skipped_in_row, dropped;
+    struct stat status; /* when it was opened */
 } ZeroLoad;
 
 static inline void zero_load_close(ZeroLoad* load) {
@@ -87,13 +89,21 @@ static inline ZeroResult zero_load_compare(const ZeroLoad* load, const ZeroCheck
 static inline ZeroResult zero_load_open(ZeroLoad* load, const char* path, ZeroCheckpoint* what) {
     ZERO_TRY(zero_checkpoint_callable(load->z, "zero_checkpoint_load"));
     load->arrays_count = zero_checkpoint_arrays(load->z, load->arrays);
-    load->fd = open(path, O_RDONLY | O_CLOEXEC);
+    load->fd =
+        zero_retry([&]() { return open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); }); /* a pipe would wait */
     if (load->fd < 0) return zero_error(ZERO_ERROR_SYSTEM, "cannot open it: %s", strerror(errno));
+    if (fstat(load->fd, &load->status) != 0)
+        return zero_error(ZERO_ERROR_SYSTEM, "fstat: %s", strerror(errno));
     ZERO_TRY(zero_file_read_header(load->fd, &load->header));
     ZERO_TRY(zero_load_compare(load, what));
     ZERO_TRY(zero_load_number(load->header, "t", &load->t));
     ZERO_TRY(zero_load_number(load->header, "step", &load->step));
     ZERO_TRY(zero_load_number(load->header, "samples", &load->samples));
+    for (const auto& count : {std::make_pair("skipped", &load->skipped),
+                              std::make_pair("skipped_in_row", &load->skipped_in_row),
+                              std::make_pair("dropped", &load->dropped)})
+        if (load->header.strings.count(count.first)) /* older files have none */
+            ZERO_TRY(zero_load_number(load->header, count.first, count.second));
     const std::string here = zero_checkpoint_type(load->z), there = load->header.strings["type"];
     what->note[0] = '\0';
     if (here != there)
@@ -123,7 +133,8 @@ static inline ZeroResult zero_load_verify(const ZeroLoad* load) {
 static inline ZeroResult zero_load_check(ZeroLoad* load, ZeroOptimizer* z, const char* path,
                                          ZeroCheckpoint* what) {
     ZeroResult result = zero_guard([&]() {
-        *load = {z, {}, 0, -1, ZeroFileHeader(), 0, 0, 0};
+        *load = ZeroLoad();
+        load->z = z, load->fd = -1;
         ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_load_open(load, path, what); })));
         const uint64_t own[2] = {load->header.checksum, 0};
         uint64_t words[2] = {0, 0};
@@ -138,6 +149,16 @@ static inline ZeroResult zero_load_check(ZeroLoad* load, ZeroOptimizer* z, const
     });
     if (result.code == ZERO_OK) return result;
     return zero_error(result.code, "loading %.60s: %s", zero_base_name(path), result.text);
+}
+
+/* What was checked must be what is read: nobody has written to the file in between. */
+static inline ZeroResult zero_load_unchanged(const ZeroLoad* load) {
+    struct stat now;
+    if (fstat(load->fd, &now) != 0) return zero_error(ZERO_ERROR_SYSTEM, "fstat: %s", strerror(errno));
+    if (now.st_size == load->status.st_size && now.st_mtim.tv_sec == load->status.st_mtim.tv_sec &&
+        now.st_mtim.tv_nsec == load->status.st_mtim.tv_nsec)
+        return zero_ok();
+    return zero_error(ZERO_ERROR_FILE, "the file was written to while it was read");
 }
 
 /* Reads the ranges that this rank holds: the device empties one buffer while the host fills the other. */
@@ -160,7 +181,25 @@ static inline ZeroResult zero_load_pieces(ZeroLoad* load, ZeroStaging* staging) 
             ZERO_TRY_CUDA(cudaEventRecord(staging->copied[turn], z->comm.compute));
         }
     }
-    return zero_comm_drain(&z->comm);
+    ZERO_TRY(zero_comm_drain(&z->comm));
+    return zero_load_unchanged(load);
+}
+
+/* t and the counts of skipped steps, on the device. */
+static inline ZeroResult zero_load_scalars(const ZeroLoad* load) {
+    ZeroOptimizer* z = load->z;
+    ZeroScalars scalars;
+    ZERO_TRY_CUDA(cudaMemcpy(&scalars, z->scalars, sizeof(scalars), cudaMemcpyDeviceToHost));
+    scalars.t = load->t;
+    scalars.skipped = load->skipped;
+    scalars.skipped_in_row = scalars.skipped_before = load->skipped_in_row;
+    scalars.dropped = load->dropped;
+    ZERO_TRY_CUDA(
+        cudaMemcpyAsync(z->scalars, &scalars, sizeof(scalars), cudaMemcpyHostToDevice, z->comm.compute));
+    ZERO_TRY(zero_comm_drain(&z->comm));
+    z->status_in_flight = 0; /* what the host knows of the steps before is old */
+    z->status_stale = 1;
+    return zero_ok();
 }
 
 /* Loads a file that was checked. On an error z holds parts of both states: end, or load another file. */
@@ -174,8 +213,7 @@ static inline ZeroResult zero_load_apply(ZeroLoad* load) {
     zero_staging_free(&staging);
     result = zero_agree(z, result);
     if (result.code != ZERO_OK) return zero_error(result.code, "loading: %s", result.text);
-    ZERO_TRY(zero_set_t(z, load->t));
-    z->status_stale = 1;
+    ZERO_TRY(zero_load_scalars(load));
     return zero_state_changed(z);
 }
 
@@ -190,7 +228,7 @@ static inline ZeroResult zero_checkpoint_load(ZeroOptimizer* z, const char* path
         ZeroResult result = zero_load_check(&load, z, path, what);
         if (result.code == ZERO_OK) result = zero_load_apply(&load);
         zero_load_close(&load);
-        if (header && result.code == ZERO_OK) *header = load.header;
+        if (header && result.code == ZERO_OK) std::swap(*header, load.header);
         return result;
     });
 }

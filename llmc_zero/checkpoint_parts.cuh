@@ -31,8 +31,8 @@ typedef struct ZeroCheckpoint {
     const ZeroTensor*
         tensors; /* they cover all segments, in order; NULL: each segment is a tensor of one dimension */
     int tensors_count;
-    const ZeroString*
-        strings; /* the caller's. Saving: written. Loading: the file must have the same values */
+    const ZeroString* strings; /* the caller's, under names that are not the library's (the message tells). Saving:
+                                  written. Loading: the file must have the same values */
     int strings_count;
     uint64_t step, samples; /* saving: written; loading: read */
     char note[128];         /* loading: "", or what was converted */
@@ -188,10 +188,36 @@ static inline std::string zero_checkpoint_type(const ZeroOptimizer* z) {
                                          : "bf16 with stochastic rounding";
 }
 
-/* Tensors and strings of the file that this run would write now (without t, step and samples). */
+/* Names of strings that are the library's own; a caller's string of such a name would be lost in a file. */
+static inline int zero_checkpoint_reserved(const std::string& key) {
+    for (const char* own : {"format",   "pieces", "header_xxh3", "optimizer", "weight_decay",   "seed",
+                            "momentum", "beta1",  "beta2",       "eps",       "type",           "ranks",
+                            "stage",    "step",   "samples",     "t",         "skipped_in_row", "skipped",
+                            "dropped",  "max_norm"})
+        if (key == own) return 1;
+    return 0;
+}
+
+static inline ZeroResult zero_checkpoint_check_strings(const ZeroCheckpoint* what) {
+    std::set<std::string> keys;
+    for (int i = 0; i < what->strings_count; i++) {
+        const ZeroString* string = &what->strings[i];
+        if (!string->key || !string->value)
+            return zero_error(ZERO_ERROR_ARGUMENT, "string %d (%.60s) has no %s", i,
+                              string->key ? string->key : "no name", string->key ? "value" : "name");
+        if (zero_checkpoint_reserved(string->key) || !keys.insert(string->key).second)
+            return zero_error(ZERO_ERROR_ARGUMENT,
+                              "string %d: a checkpoint has another one named %.60s: rename it", i,
+                              string->key);
+    }
+    return zero_ok();
+}
+
+/* Tensors and strings of the file that this run would write now (without t, skips, step and samples). */
 static inline ZeroResult zero_checkpoint_header(const ZeroOptimizer* z, const ZeroCheckpoint* what,
                                                 const ZeroArray* arrays, int arrays_count,
                                                 ZeroFileHeader* header) {
+    ZERO_TRY(zero_checkpoint_check_strings(what));
     for (int a = 0; a < arrays_count; a++) ZERO_TRY(zero_checkpoint_tensors(z, what, &arrays[a], header));
     header->data_bytes = header->tensors.empty() ? 0 : header->tensors.back().end;
     header->strings = zero_checkpoint_settings(z, what);

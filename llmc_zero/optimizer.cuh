@@ -99,14 +99,13 @@ static inline ZeroResult zero_gather_unit(ZeroOptimizer* z, int unit, ZeroSlot**
 /* With overlap: starts to gather the unit that is probably wanted next, if a slot is free. Not between norm and update, which
    writes what a gather reads. */
 static inline ZeroResult zero_prefetch(ZeroOptimizer* z) {
-    const int unit = zero_slots_next(&z->params_slots);
     const int* buckets;
     ZeroSlot* slot;
-    if (!z->schedule.params_sharded || !z->config.overlap || z->norm_done || unit == ZERO_NO_UNIT)
-        return zero_ok();
-    if (zero_unit_buckets(z, unit, &buckets) == 0 || zero_slots_find(&z->params_slots, unit))
-        return zero_ok();
-    return zero_gather_unit(z, unit, &slot);
+    int unit;
+    if (!z->schedule.params_sharded || !z->config.overlap || z->norm_done) return zero_ok();
+    unit = zero_slots_next(&z->params_slots);
+    if (unit == ZERO_NO_UNIT || zero_unit_buckets(z, unit, &buckets) == 0) return zero_ok();
+    return zero_slots_find(&z->params_slots, unit) ? zero_ok() : zero_gather_unit(z, unit, &slot);
 }
 
 static inline void* zero_slot_pointer(const ZeroOptimizer* z, const ZeroSlot* slot, int unit) {

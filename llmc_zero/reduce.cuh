@@ -37,13 +37,10 @@ static __device__ __forceinline__ void zero_sum_elements(const ZeroSum& s, const
     const Grad* others = (const Grad*)s.others + (flat - s.piece.flat_first);
     float* to = s.sums + (s.sums_sharded ? chunk.state_offset + i : flat - s.grads_first);
     float sum[kCount], x[kCount];
-    if (s.others == NULL) {
-        zero_load(own, sum);
-    } else {
-        for (int r = 0; r < s.ranks; r++) {
-            zero_load(r == s.rank ? own : others + (size_t)(r < s.rank ? r : r - 1) * s.piece.count, x);
-            for (int k = 0; k < kCount; k++) sum[k] = r == 0 ? x[k] : __fadd_rn(sum[k], x[k]);
-        }
+    zero_load(s.others == NULL || s.rank == 0 ? own : others, sum);
+    for (int r = 1; s.others != NULL && r < s.ranks; r++) {
+        zero_load(r == s.rank ? own : others + (size_t)(r < s.rank ? r : r - 1) * s.piece.count, x);
+        for (int k = 0; k < kCount; k++) sum[k] = __fadd_rn(sum[k], x[k]);
     }
     if (s.add) {
         zero_load(to, x);

@@ -16,13 +16,14 @@
        zero_file_check_piece(fd, header, k, buffer);
 
    A file is not trusted: whatever its bytes, these functions return, in bounded time and memory, and say what is wrong.
-   ZERO_ERROR_FILE: the file is damaged or no checkpoint. ZERO_ERROR_SYSTEM: the operating system refused.
+   ZERO_ERROR_FILE: the file is damaged or no checkpoint. ZERO_ERROR_ARGUMENT: it is whole, but of another format version.
+   ZERO_ERROR_SYSTEM: the operating system refused.
 
    It needs two header-only libraries: xxHash (xxhash.h) and JSON for Modern C++ (nlohmann/json.hpp); Debian has them as
    libxxhash-dev and nlohmann-json3-dev, and copying the two headers does.
 
    defines: ZeroFileTensor, ZeroFilePiece, ZeroFileHeader, zero_file_describe, zero_file_seal, zero_file_parse,
-            zero_file_read_header, zero_file_check_piece, zero_file_read, zero_file_write, zero_guard
+            zero_file_read_header, zero_file_check_piece, zero_file_read, zero_file_write, zero_guard, zero_retry
 */
 #ifndef LLMC_ZERO_SAFETENSORS_CUH_INCLUDED
 #define LLMC_ZERO_SAFETENSORS_CUH_INCLUDED
@@ -94,6 +95,14 @@ static inline std::string zero_file_quote(const std::string& text) {
 
 /* ------------------------------------------------------------------ reading and writing */
 
+/* A call of the system that a signal broke off (-1, EINTR) is made again, but not for ever: fallocate begins anew each time,
+   and a timer may be faster. */
+template <typename Call> static inline int zero_retry(Call call) {
+    int result = call();
+    for (int tries = 0; result < 0 && errno == EINTR && tries < 20; tries++) result = call();
+    return result;
+}
+
 static inline ZeroResult zero_file_read(int fd, void* to, size_t bytes, uint64_t offset) {
     size_t done = 0;
     while (done < bytes) {
@@ -143,10 +152,21 @@ static inline std::string zero_file_pieces_text(const std::vector<ZeroFilePiece>
     return text;
 }
 
-static inline std::string zero_file_json(const std::string& text) { return nlohmann::json(text).dump(); }
+/* A text as JSON. What is not UTF-8 stays so, and the parser refuses it (before it is written: zero_save_plan). */
+static inline std::string zero_file_json(const std::string& text) {
+    std::string json = "\"";
+    char code[8];
+    for (char c : text) {
+        if (c == '"' || c == '\\') json += '\\';
+        if ((unsigned char)c < ' ') snprintf(code, sizeof(code), "\\u%04x", c), json += code;
+        if ((unsigned char)c >= ' ') json += c;
+    }
+    return json + "\"";
+}
 
-static inline const char* zero_file_pieces_mark() { return "\"pieces\":\""; }
-static inline const char* zero_file_checksum_mark() { return "\"header_xxh3\":\""; }
+/* With the comma: a quote inside a JSON string has a backslash before it, so no text can look like these. */
+static inline const char* zero_file_pieces_mark() { return ",\"pieces\":\""; }
+static inline const char* zero_file_checksum_mark() { return ",\"header_xxh3\":\""; }
 
 /* The bytes before the data, with all checksums 0: their number does not depend on them. Tensors lie in the data as they
    stand in header.tensors. */
@@ -156,8 +176,8 @@ static inline ZeroResult zero_file_describe(const ZeroFileHeader& header, std::s
     *text = std::string(8, '\0') + "{\"__metadata__\":{\"format\":" + zero_file_json(ZERO_FILE_FORMAT);
     for (const auto& entry : header.strings)
         *text += "," + zero_file_json(entry.first) + ":" + zero_file_json(entry.second);
-    *text += std::string(",") + zero_file_checksum_mark() + zero_file_hex(0) + "\"," +
-             zero_file_pieces_mark() + zero_file_pieces_text(blank) + "\"}";
+    *text += zero_file_checksum_mark() + zero_file_hex(0) + "\"" + zero_file_pieces_mark() +
+             zero_file_pieces_text(blank) + "\"}";
     for (const ZeroFileTensor& tensor : header.tensors) {
         *text += "," + zero_file_json(tensor.name) + ":{\"dtype\":" + zero_file_json(tensor.dtype) +
                  ",\"shape\":[";
@@ -176,8 +196,7 @@ static inline ZeroResult zero_file_describe(const ZeroFileHeader& header, std::s
     return zero_ok();
 }
 
-/* Where the 16 digits of header_xxh3 stand, or npos unless there is one such place. A text inside a JSON string cannot
-   look like it: its quotes would have a backslash before them. */
+/* Where the 16 digits of header_xxh3 stand, or npos unless there is one such place. */
 static inline size_t zero_file_find_checksum(const std::string& text) {
     const std::string mark = zero_file_checksum_mark();
     const size_t at = text.find(mark);
@@ -185,14 +204,24 @@ static inline size_t zero_file_find_checksum(const std::string& text) {
     return at + mark.size() + 16 <= text.size() ? at + mark.size() : std::string::npos;
 }
 
-/* Puts the pieces' checksums and the header's own into a text of zero_file_describe. */
+/* The checksum of a text in which these 16 digits count as zeros. */
+static inline uint64_t zero_file_checksum(const std::string& text, size_t digits) {
+    XXH3_state_t state;
+    XXH3_64bits_reset(&state);
+    XXH3_64bits_update(&state, text.data(), digits);
+    XXH3_64bits_update(&state, "0000000000000000", 16);
+    XXH3_64bits_update(&state, text.data() + digits + 16, text.size() - digits - 16);
+    return XXH3_64bits_digest(&state);
+}
+
+/* Puts the pieces' checksums and the header's own into a text of zero_file_describe; again, when they have changed. */
 static inline ZeroResult zero_file_seal(const std::vector<ZeroFilePiece>& pieces, std::string* text) {
     const std::string sealed = zero_file_pieces_text(pieces), mark = zero_file_pieces_mark();
     const size_t at = text->find(mark), digits = zero_file_find_checksum(*text);
     if (at == std::string::npos || digits == std::string::npos)
         return zero_error(ZERO_ERROR_ARGUMENT, "a string of the caller has a name that the header needs");
     text->replace(at + mark.size(), sealed.size(), sealed);
-    text->replace(digits, 16, zero_file_hex(XXH3_64bits(text->data(), text->size())));
+    text->replace(digits, 16, zero_file_hex(zero_file_checksum(*text, digits)));
     return zero_ok();
 }
 
@@ -360,7 +389,6 @@ static inline ZeroResult zero_file_parse_pieces(ZeroFileHeader* header) {
 static inline ZeroResult zero_file_parse(const std::string& text, uint64_t file_bytes,
                                          ZeroFileHeader* header) {
     const size_t digits = zero_file_find_checksum(text);
-    std::string zeroed = text;
     *header = ZeroFileHeader();
     ZeroFileSax sax = {header, {}, {}, {}, "", "", 0, 0, 0, NULL};
     header->data_offset = text.size();
@@ -368,19 +396,20 @@ static inline ZeroResult zero_file_parse(const std::string& text, uint64_t file_
     if (digits == std::string::npos)
         return zero_error(ZERO_ERROR_FILE,
                           "not written by llmc_zero, or damaged: no header_xxh3 in its header");
-    zeroed.replace(digits, 16, zero_file_hex(0));
-    header->checksum = XXH3_64bits(zeroed.data(), zeroed.size());
+    header->checksum = zero_file_checksum(text, digits);
     if (text.compare(digits, 16, zero_file_hex(header->checksum)) != 0)
         return zero_error(ZERO_ERROR_FILE, "its header is damaged: checksum %s, %s is written in it",
                           zero_file_hex(header->checksum).c_str(),
                           zero_file_quote(text.substr(digits, 16)).c_str());
     if (!nlohmann::json::sax_parse(text.begin() + 8, text.end(), &sax))
         return zero_error(ZERO_ERROR_FILE, "its header holds %s", sax.error.c_str());
-    if (header->strings["format"] != ZERO_FILE_FORMAT)
-        return zero_error(ZERO_ERROR_FILE, "its format is \"%s\", this program reads \"%s\"",
+    if (header->strings["format"] != ZERO_FILE_FORMAT) /* whole, but of another version: not one to pass over */
+        return zero_error(ZERO_ERROR_ARGUMENT, "its format is \"%s\", this program reads \"%s\"",
                           zero_file_quote(header->strings["format"]).c_str(), ZERO_FILE_FORMAT);
     ZERO_TRY(zero_file_check_tensors(header));
-    return zero_file_parse_pieces(header);
+    ZERO_TRY(zero_file_parse_pieces(header));
+    header->strings.erase("pieces"); /* long, and said by header->pieces */
+    return zero_ok();
 }
 
 /* Reads and checks everything but the bytes of the pieces. */

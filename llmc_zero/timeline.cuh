@@ -47,13 +47,13 @@ typedef enum ZeroRow { ZERO_ROW_COMPUTE = 0, ZERO_ROW_COMMUNICATION, ZERO_ROWS }
     "issue" /* round a collective that is issued: takes time where streams run at once (dev/cpu) */
 #define ZERO_NO_INDEX (-1)
 
-typedef struct ZeroSpan { /* recorded, not read yet */
+typedef struct ZeroTimeSpan { /* recorded, not read yet */
     const char* name;     /* a string that lives as long as the program */
     int index, row;
     int is_wait; /* counts as exposed */
     int ended;
     cudaEvent_t begin, end;
-} ZeroSpan;
+} ZeroTimeSpan;
 
 typedef struct ZeroEntry { /* read */
     const char* name;
@@ -66,7 +66,7 @@ typedef struct ZeroTimeline {
     cudaStream_t streams[ZERO_ROWS];
     cudaEvent_t origin; /* a moment whose time is known */
     double origin_us;
-    ZeroSpan* spans;
+    ZeroTimeSpan* spans;
     int spans_count, spans_capacity;
     ZeroEntry* entries;
     size_t entries_count, entries_capacity;
@@ -128,9 +128,9 @@ static inline void zero_nvtx_pop(void) {
 
 static inline ZeroResult zero_timeline_grow(ZeroTimeline* t) {
     const int capacity = t->spans_capacity ? 2 * t->spans_capacity : 32;
-    ZeroSpan* spans = (ZeroSpan*)realloc(t->spans, (size_t)capacity * sizeof(ZeroSpan));
+    ZeroTimeSpan* spans = (ZeroTimeSpan*)realloc(t->spans, (size_t)capacity * sizeof(ZeroTimeSpan));
     if (!spans) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d spans of time", capacity);
-    memset(spans + t->spans_capacity, 0, (size_t)(capacity - t->spans_capacity) * sizeof(ZeroSpan));
+    memset(spans + t->spans_capacity, 0, (size_t)(capacity - t->spans_capacity) * sizeof(ZeroTimeSpan));
     t->spans = spans;
     t->spans_capacity = capacity;
     return zero_ok();
@@ -141,7 +141,7 @@ static inline ZeroResult zero_timeline_grow(ZeroTimeline* t) {
 static inline ZeroResult zero_span_begin(ZeroTimeline* t, ZeroRow row, const char* name, int index,
                                          int* span) {
     const int is_wait = strcmp(name, ZERO_SPAN_WAIT) == 0 || strcmp(name, ZERO_SPAN_ISSUE) == 0;
-    ZeroSpan* s;
+    ZeroTimeSpan* s;
     *span = -1;
     zero_nvtx_push(name, index);
     if (t->timing == ZERO_TIMING_OFF || (t->timing == ZERO_TIMING_WAITS && !is_wait)) return zero_ok();
@@ -181,7 +181,7 @@ static inline ZeroResult zero_query_event(cudaEvent_t event, int* happened) {
     return zero_ok();
 }
 
-static inline ZeroResult zero_timeline_keep(ZeroTimeline* t, const ZeroSpan* s, double begin_us, double us) {
+static inline ZeroResult zero_timeline_keep(ZeroTimeline* t, const ZeroTimeSpan* s, double begin_us, double us) {
     ZeroEntry* entry;
     if (t->entries_count == t->entries_capacity) {
         const size_t capacity = t->entries_capacity ? 2 * t->entries_capacity : 256;
@@ -199,7 +199,7 @@ static inline ZeroResult zero_timeline_keep(ZeroTimeline* t, const ZeroSpan* s, 
     return zero_ok();
 }
 
-static inline ZeroResult zero_timeline_read(ZeroTimeline* t, ZeroSpan* s) {
+static inline ZeroResult zero_timeline_read(ZeroTimeline* t, ZeroTimeSpan* s) {
     float begin_ms = 0.0f, ms = 0.0f;
     ZERO_TRY_CUDA(cudaEventElapsedTime(&ms, s->begin, s->end));
     if (s->is_wait) t->exposed_ms += (double)ms;
@@ -224,7 +224,7 @@ static inline ZeroResult zero_timeline_drain(ZeroTimeline* t) {
         if (passed && t->spans[i].ended) ZERO_TRY(zero_timeline_read(t, &t->spans[i]));
         if (passed) continue; /* one without an end was left by an error */
         if (kept != i) {
-            const ZeroSpan moved = t->spans[kept]; /* its events are used again */
+            const ZeroTimeSpan moved = t->spans[kept]; /* its events are used again */
             t->spans[kept] = t->spans[i];
             t->spans[i] = moved;
         }

@@ -2,11 +2,37 @@
    is a function of its array and its model index, so a shift by one element or a missing rank shows. Groups of the first n
    ranks, each with a communicator of its own, load what others have saved. */
 #include <gtest/gtest.h>
+#include <stdarg.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include <functional>
 #include <memory>
+
+#include <cuda_runtime.h>
+#include <nccl.h>
+
+/* Host memory that the runtime asks for inside its calls is its own affair: faults spare it. */
+static int in_runtime = 0;
+template <typename Call> static auto runtime(Call call) {
+    in_runtime++;
+    auto result = call();
+    in_runtime--;
+    return result;
+}
+#define ncclAllGather(...) runtime([&]() { return (ncclAllGather)(__VA_ARGS__); })
+#define cudaMemcpy(...) runtime([&]() { return (cudaMemcpy)(__VA_ARGS__); })
+#define cudaMemcpyAsync(...) runtime([&]() { return (cudaMemcpyAsync)(__VA_ARGS__); })
+#define cudaEventRecord(...) runtime([&]() { return (cudaEventRecord)(__VA_ARGS__); })
+#define cudaEventQuery(...) runtime([&]() { return (cudaEventQuery)(__VA_ARGS__); })
+#define cudaFreeHost(...) runtime([&]() { return (cudaFreeHost)(__VA_ARGS__); })
+#define cudaEventDestroy(...) runtime([&]() { return (cudaEventDestroy)(__VA_ARGS__); })
+#define cudaMallocHost(...) runtime([&]() { return (cudaMallocHost)(__VA_ARGS__); })
+#define cudaEventCreateWithFlags(...) runtime([&]() { return (cudaEventCreateWithFlags)(__VA_ARGS__); })
+#define cudaLaunchKernelEx(...) runtime([&]() { return (cudaLaunchKernelEx)(__VA_ARGS__); })
+#undef cudaStreamWaitEvent
+#define cudaStreamWaitEvent(...) runtime([&]() { return (cudaStreamWaitEvent)(__VA_ARGS__); })
+#define cudaStreamSynchronize(...) runtime([&]() { return (cudaStreamSynchronize)(__VA_ARGS__); })
 
 #include "../llmc_zero/checkpoint_folder.cuh"
 #include "../llmc_zero/llmc_zero.cuh"
@@ -19,9 +45,47 @@ static std::string folder; /* the same on all ranks, empty at the begin */
 static struct {
     std::string call;
     int at, seen, error; /* the at-th call fails with error; 0: it does half of its work */
+    std::function<void()> instead; /* or this happens before it, and it works */
 } fault;
 
-static int fault_strikes(const char* call) { return fault.call == call && ++fault.seen == fault.at; }
+static int fault_strikes(const char* call) {
+    if (in_runtime > 0 || fault.call != call || ++fault.seen != fault.at) return 0;
+    if (!fault.instead) return 1;
+    const std::function<void()> instead = fault.instead;
+    fault.call = "", instead(), fault.call = call;
+    return 0;
+}
+
+/* Files of a checkpoint only: the runtime and gtest open and close others. */
+static int is_regular(int fd) {
+    struct stat status;
+    return syscall(SYS_fstat, fd, &status) == 0 && S_ISREG(status.st_mode);
+}
+extern "C" int open(const char* path, int flags, ...) {
+    va_list arguments;
+    va_start(arguments, flags);
+    const int mode = flags & O_CREAT ? va_arg(arguments, int) : 0;
+    va_end(arguments);
+    return !folder.empty() && strncmp(path, folder.c_str(), folder.size()) == 0 && fault_strikes("open")
+               ? (errno = fault.error, -1)
+               : (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
+}
+extern "C" int close(int fd) {
+    const int strikes = is_regular(fd) && fault_strikes("close");
+    const int result = (int)syscall(SYS_close, fd);
+    return strikes ? (errno = fault.error, -1) : result;
+}
+extern "C" int ftruncate(int fd, off_t length) noexcept {
+    return fault_strikes("ftruncate") ? (errno = fault.error, -1) : (int)syscall(SYS_ftruncate, fd, length);
+}
+/* The at-th piece of host memory is not there. */
+__attribute__((noinline)) void* operator new(size_t bytes) {
+    void* memory = fault_strikes("new") ? NULL : malloc(bytes ? bytes : 1);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { free(memory); }
 extern "C" ssize_t pwrite(int fd, const void* from, size_t bytes, off_t offset) {
     if (fault_strikes("pwrite")) {
         if (fault.error) return errno = fault.error, -1;
@@ -538,6 +602,31 @@ TEST(Checkpoint, ADamagedFileIsRefusedByAllRanks) {
     together();
 }
 
+static size_t open_files() {
+    size_t count = 0;
+    DIR* directory = opendir("/proc/self/fd");
+    while (readdir(directory)) count++;
+    closedir(directory);
+    return count;
+}
+static std::string name_of(uint64_t step) {
+    char path[4096];
+    zero_checkpoint_path(path, sizeof(path), folder.c_str(), step);
+    return path;
+}
+static std::vector<uint64_t> steps_there() {
+    std::vector<uint64_t> steps;
+    std::vector<std::string> temporary;
+    EXPECT_EQ(zero_checkpoint_steps(folder.c_str(), &steps, &temporary).code, ZERO_OK);
+    return steps;
+}
+static void clear_folder() {
+    together();
+    if (world.rank == 0)
+        for (uint64_t step : steps_there()) unlink(name_of(step).c_str());
+    together();
+}
+
 /* Case F6 and its like: each call of the system fails once, on one rank only. All ranks have the same error, the older
    file of that name is whole, and nothing temporary is left. */
 TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
@@ -545,42 +634,319 @@ TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
     const struct {
         const char* call;
         int error;
-    } faults[] = {{"pwrite", ENOSPC}, {"pwrite", EIO},    {"pwrite", EINTR},     {"pwrite", 0},
-                  {"fsync", EIO},     {"rename", EACCES}, {"fallocate", ENOSPC}, {"fallocate", EOPNOTSUPP},
-                  {"pread", EIO},     {"pread", 0}};
-    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+        bool loads, harmless;
+    } faults[] = {{"pwrite", ENOSPC, 0, 0},    {"pwrite", EIO, 0, 0},     {"pwrite", EINTR, 0, 1},
+                  {"pwrite", 0, 0, 1},         {"fsync", EIO, 0, 0},      {"fsync", EINTR, 0, 1},
+                  {"rename", EACCES, 0, 0},    {"open", EMFILE, 0, 0},    {"open", EINTR, 0, 1},
+                  {"close", EIO, 0, 0},        {"close", EINTR, 0, 1},    {"fallocate", ENOSPC, 0, 0},
+                  {"fallocate", EINTR, 0, 1},  {"fallocate", EOPNOTSUPP, 0, 1},
+                  {"new", ENOMEM, 0, 0},       {"new", ENOMEM, 1, 0},     {"open", EMFILE, 1, 0},
+                  {"open", EINTR, 1, 1},       {"pread", EIO, 0, 0},      {"pread", EIO, 1, 0},
+                  {"pread", 0, 1, 1}};
+    ZeroConfig config = config_of(1);
+    config.timeout_s = 10.0; /* whoever is left alone in an exchange says so */
+    Model m(world.ranks, config, {ZERO_FP32, {300, 7}});
     OK(m.result);
     m.fill();
     OK(m.save(path));
     const std::string good = data_of(path);
     for (int victim : {0, world.ranks - 1})
         for (const auto& one : faults)
-            for (int n = 1; n < 50; n++) {
-                const bool writes = strcmp(one.call, "pread") != 0;
+            for (int n = 1; n < 500; n++) {
+                const std::string text = std::string(one.call) + " " + std::to_string(n) + " " +
+                                         std::to_string(one.error) + (one.loads ? " load: " : " save: ");
+                const size_t files = open_files();
+                std::vector<std::string> passed_over;
+                ZeroCheckpoint what = zero_checkpoint();
                 together();
-                m.fill_with(2.0f);
-                if (!writes) OK(m.load(path));
-                fault = {world.rank == victim ? one.call : "", n, 0, one.error};
-                ZeroResult result = writes ? m.save(path) : m.load(path);
-                const bool harmless = one.error == 0 || one.error == EINTR || one.error == EOPNOTSUPP;
+                if (!one.loads) m.fill_with(2.0f);
+                fault = {world.rank == victim ? one.call : "", n, 0, one.error, {}};
+                ZeroResult result = one.loads ? m.load(path) : zero_checkpoint_save(&m.z, path.c_str(), &what);
+                fault.call = "";
                 int struck[64] = {0}, mine = fault.seen >= n;
-                fault = {"", 0, 0, 0};
                 ASSERT_EQ(zero_world_gather(&world, &mine, sizeof(mine), struck).code, ZERO_OK);
-                ASSERT_EQ(result.code != ZERO_OK, struck[victim] && !harmless)
-                    << one.call << " " << n << " " << one.error << ": " << result.text;
-                ASSERT_EQ(zero_world_agree(&world, result).code, result.code);
-                ASSERT_EQ(access((path + ".tmp").c_str(), F_OK), -1);
-                if (writes && result.code != ZERO_OK && strcmp(one.call, "fsync") != 0) {
-                    ASSERT_EQ(data_of(path), good);
+                /* the first open of a save looks for what a broken run left; the second close lets the lock go */
+                const bool harmless = one.harmless || (!one.loads && victim == 0 &&
+                                                       ((!strcmp(one.call, "open") && n == 1) ||
+                                                        (!strcmp(one.call, "close") && n == 2)));
+                if (strcmp(one.call, "new") != 0 || result.code != ZERO_OK) { /* some sort without a buffer */
+                    ASSERT_EQ(result.code != ZERO_OK, struck[victim] && !harmless) << text << result.text;
+                }
+                ASSERT_EQ(zero_world_agree(&world, result).code, result.code) << text << result.text;
+                ASSERT_EQ(access((path + ".tmp").c_str(), F_OK), -1) << text;
+                ASSERT_EQ(open_files(), files) << text;
+                if (!one.loads && result.code != ZERO_OK) {
+                    ASSERT_EQ(data_of(path) == good, !strstr(result.text, "has its name")) << result.text;
                 }
                 together();
-                if (writes && result.code == ZERO_OK) {
+                if (!one.loads && data_of(path) != good) {
+                    together();
                     m.fill();
                     OK(m.save(path));
                 }
                 if (!struck[victim]) break;
-                ASSERT_LT(n, 49);
+                ASSERT_LT(n, 499);
             }
+}
+
+/* Nothing that a resume does on one rank alone may leave the others waiting. */
+TEST(Folder, AResumeThatGetsNoMemoryFailsOnAllRanks) {
+    ZeroConfig config = config_of(1);
+    config.timeout_s = 10.0;
+    Model m(world.ranks, config, {ZERO_FP32, {300, 7}});
+    ZeroCheckpoint what = zero_checkpoint();
+    OK(m.result);
+    clear_folder();
+    for (what.step = 5; what.step <= 10; what.step += 5) OK(m.save(name_of(what.step), what));
+    put(name_of(15), "short");
+    for (int victim : {0, world.ranks - 1})
+        for (int n = 1; n < 500; n++) {
+            std::vector<std::string> passed_over;
+            int found, struck[64] = {0};
+            put(name_of(15), "short");
+            fault = {world.rank == victim ? "new" : "", n, 0, ENOMEM, {}};
+            ZeroResult result =
+                zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found);
+            fault.call = "";
+            int mine = fault.seen >= n;
+            ASSERT_EQ(zero_world_gather(&world, &mine, sizeof(mine), struck).code, ZERO_OK);
+            ASSERT_EQ(zero_world_agree(&world, result).code, result.code) << n << ": " << result.text;
+            if (!struck[victim]) break;
+            ASSERT_LT(n, 499);
+        }
+    together();
+    if (world.rank == 0) unlink((name_of(15) + ".damaged").c_str());
+    clear_folder();
+}
+
+/* ------------------------------------------------------------------ other runs, other folders, other writers */
+
+/* A rank that sees another folder, where a file of that name was left: it must not write its part there. */
+TEST(Checkpoint, ARankThatSeesAnotherFolderIsFound) {
+    if (world.ranks == 1) return;
+    const std::string here = folder + "/here", there = folder + "/there";
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    m.fill();
+    for (const char* left : {"", "x"}) {
+        put(there + ".tmp", *left ? std::string(100000, *left) : "");
+        ZeroResult result = m.save(world.rank == world.ranks - 1 ? there : here);
+        EXPECT_EQ(result.code, ZERO_ERROR_SYSTEM);
+        EXPECT_NE(std::string(result.text).find("all ranks must see one folder"), std::string::npos)
+            << result.text;
+        EXPECT_EQ(access(here.c_str(), F_OK), -1);
+        EXPECT_EQ(access(there.c_str(), F_OK), -1);
+        together();
+    }
+    if (world.rank == 0) unlink((there + ".tmp").c_str());
+    together();
+}
+
+/* Another run that saves to the same name: it is refused while the first works, and never gets its half-written file the
+   good name. */
+TEST(Checkpoint, TwoRunsDoNotSaveToOneName) {
+    const std::string path = folder + "/both", temporary = path + ".tmp";
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    m.fill();
+    OK(m.save(path));
+    const std::string good = data_of(path);
+    put(temporary, "half");
+    int fd = world.rank == 0 ? open(temporary.c_str(), O_RDWR) : -1;
+    if (fd >= 0) {
+        EXPECT_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
+        EXPECT_EQ(zero_checkpoint_rotate(folder.c_str(), 1, 100).code, ZERO_OK);
+    }
+    m.fill_with(2.0f);
+    together();
+    ZeroResult result = m.save(path);
+    EXPECT_NE(std::string(result.text).find("another run is writing both.tmp"), std::string::npos)
+        << result.text;
+    EXPECT_EQ(contents(temporary), "half");
+    EXPECT_EQ(data_of(path), good);
+    together();
+    if (fd >= 0) close(fd);
+    for (int n = 1; n < 100; n++) { /* before the n-th write of rank 0 the other run takes the name, without asking */
+        int struck[64] = {0};
+        fault = {world.rank == 0 ? "pwrite" : "", n, 0, 0, [&]() {
+                     unlink(temporary.c_str());
+                     fclose(fopen(temporary.c_str(), "w"));
+                 }};
+        result = m.save(path);
+        fault.call = "";
+        int mine = fault.seen >= n;
+        ASSERT_EQ(zero_world_gather(&world, &mine, sizeof(mine), struck).code, ZERO_OK);
+        if (!struck[0]) break;
+        ASSERT_NE(result.code, ZERO_OK) << n;
+        ASSERT_EQ(contents(temporary), "");
+        ASSERT_EQ(data_of(path), good);
+        together();
+    }
+    OK(result);
+    together();
+}
+
+/* The file is written to while it is loaded: never half of each, called good. */
+TEST(Checkpoint, AFileThatChangesWhileItIsReadIsRefused) {
+    const std::string path = folder + "/changing";
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    m.fill();
+    OK(m.save(path));
+    const std::string good = contents(path);
+    for (int n = 1; n < 100; n++) {
+        int struck[64] = {0};
+        put(path, good);
+        usleep(20000);
+        together();
+        fault = {world.rank == 0 ? "pread" : "", n, 0, 0, [&]() {
+                     FILE* file = fopen(path.c_str(), "r+b");
+                     fseek(file, -2, SEEK_END);
+                     fputc('x', file);
+                     fclose(file);
+                 }};
+        ZeroResult result = m.load(path);
+        fault.call = "";
+        int mine = fault.seen >= n;
+        ASSERT_EQ(zero_world_gather(&world, &mine, sizeof(mine), struck).code, ZERO_OK);
+        ASSERT_EQ(result.code, struck[0] ? ZERO_ERROR_FILE : ZERO_OK) << n << ": " << result.text;
+        together();
+        if (!struck[0]) break;
+    }
+}
+
+/* A pipe of that name would let open() wait for ever. */
+TEST(Checkpoint, APipeIsRefused) {
+    const std::string path = folder + "/pipe";
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    if (world.rank == 0) {
+        EXPECT_EQ(mkfifo(path.c_str(), 0666) | mkfifo((path + "2.tmp").c_str(), 0666), 0);
+    }
+    together();
+    EXPECT_NE(std::string(m.load(path).text).find("no regular file"), std::string::npos);
+    OK(m.save(path + "2"));
+    OK(m.load(path + "2"));
+    together();
+}
+
+/* ------------------------------------------------------------------ what goes into a file */
+
+/* Numbers that are no numbers keep their bits. */
+TEST(Checkpoint, NanAndInfinityComeBackToTheBit) {
+    const auto odd = [](int array, size_t i) {
+        const uint32_t bits[] = {0x7fc00000, 0x7f800001, 0xffffffff, 0x7f800000, 0xff800000, 0x80000000, 1};
+        float x;
+        memcpy(&x, &bits[(i + (size_t)array) % 7], 4);
+        return x;
+    };
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    m.each(true, odd);
+    OK(m.save(folder + "/nan"));
+    m.fill_with(1.0f);
+    OK(m.load(folder + "/nan"));
+    m.each(false, odd);
+    together();
+}
+
+/* Skipped and dropped steps are counted on: a resumed run reports, and gives up, as one that was not stopped. */
+TEST(Checkpoint, CountsOfSkippedStepsComeBack) {
+    ZeroScalars scalars;
+    ZeroReport report;
+    ZeroConfig config = config_of(1);
+    config.skip_limit = 3;
+    const float nan = NAN;
+    for (int stage = 0; stage <= 1; stage++) {
+        Model m(world.ranks, config, {ZERO_FP32, {300, 7}});
+        Model other(world.ranks, config, {ZERO_FP32, {300, 7}});
+        OK(m.result);
+        OK(cudaMemcpy(&scalars, m.z.scalars, sizeof(scalars), cudaMemcpyDeviceToHost) == cudaSuccess
+               ? zero_set_t(&m.z, 7)
+               : zero_error(ZERO_ERROR_CUDA, "no copy"));
+        OK(zero_comm_drain(&m.z.comm));
+        scalars.t = 7, scalars.skipped = 5, scalars.skipped_in_row = 1, scalars.dropped = 4;
+        ASSERT_EQ(cudaMemcpy(m.z.scalars, &scalars, sizeof(scalars), cudaMemcpyHostToDevice), cudaSuccess);
+        OK(m.save(folder + "/skips"));
+        OK(other.load(folder + "/skips"));
+        for (int step = 0; step <= 2; step++) { /* a step whose gradient is not finite, and another */
+            ZeroResult result = zero_report(&other.z, &report);
+            EXPECT_EQ(result.code, step < 2 ? ZERO_OK : ZERO_ERROR_SKIPS) << result.text;
+            EXPECT_EQ(report.t, 7u);
+            EXPECT_EQ(report.skipped, 5u + (unsigned)step);
+            EXPECT_EQ(report.skipped_in_row, 1u + (unsigned)step);
+            EXPECT_EQ(report.dropped, 4u);
+            if (step == 2) break;
+            OK(zero_begin(&other.z, 0, 1, 1.0));
+            void* grads;
+            int add;
+            OK(zero_grads_acquire(&other.z, 0, &grads, &add));
+            ASSERT_EQ(cudaMemcpy(grads, &nan, sizeof(nan), cudaMemcpyHostToDevice), cudaSuccess);
+            OK(zero_grads_ready(&other.z, 0));
+            OK(zero_update(&other.z, 0.1));
+        }
+        together();
+    }
+}
+
+/* Names of the library's own strings cannot be taken: the caller's value would be lost. */
+TEST(Checkpoint, StringsOfTheCaller) {
+    ZeroCheckpoint what = zero_checkpoint();
+    ZeroFileHeader header;
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    ZeroString strings[2] = {{"run", "1"}, {NULL, NULL}};
+    what.strings = strings, what.strings_count = 2;
+    for (const char* key : {"step", "samples", "t", "seed", "optimizer", "beta1", "momentum", "type", "ranks",
+                            "stage", "max_norm", "skipped", "dropped", "skipped_in_row", "format", "pieces",
+                            "header_xxh3", "weight_decay", "beta2", "eps", "run", (const char*)NULL}) {
+        strings[1] = {key, "x"};
+        ZeroResult result = m.save(folder + "/strings", what);
+        EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT) << key;
+        EXPECT_NE(std::string(result.text).find("string 1"), std::string::npos) << result.text;
+    }
+    strings[1] = {"x", NULL};
+    EXPECT_NE(std::string(m.save(folder + "/strings", what).text).find("has no value"), std::string::npos);
+    strings[1] = {"x", "\xff\xfe"}; /* no UTF-8: a file that nobody could read again */
+    EXPECT_NE(std::string(m.save(folder + "/strings", what).text).find("no JSON"), std::string::npos);
+    EXPECT_EQ(access((folder + "/strings").c_str(), F_OK), -1);
+    strings[0] = {"a\"pieces", "0 1 2"};
+    strings[1] = {"a\"header_xxh3", ",\"header_xxh3\":\"\x01\t\n\\"};
+    OK(m.save(folder + "/strings", what));
+    together();
+    OK(zero_checkpoint_load(&m.z, (folder + "/strings").c_str(), &what, &header));
+    EXPECT_EQ(header.strings[strings[1].key], strings[1].value);
+    together();
+}
+
+/* 10,000 tensors, a bucket each, with names that JSON has to escape, of no dimension, of no element. ZERO_TEST_KEEP=FILE
+   saves them there, for Python to read. */
+TEST(Checkpoint, ManySmallTensorsWithOddNames) {
+    const char* keep = getenv("ZERO_TEST_KEEP");
+    const std::string path = keep ? keep : folder + "/many";
+    const int count = 10000;
+    Shape shape = {ZERO_FP32, {}, 256};
+    std::vector<std::string> names;
+    std::vector<ZeroTensor> tensors;
+    for (int i = 0; i < count; i++) {
+        shape.counts.push_back(i % 5 == 0 ? 1 : (size_t)(i % 5 - 1) * 3);
+        names.push_back("\"layer\" " + std::to_string(i) + " \\ \xc3\xa9\n\x01 header_xxh3\":\"");
+    }
+    for (int i = 0; i < count; i++) {
+        ZeroTensor tensor = {names[(size_t)i].c_str(), i, 1, i % 5 == 0 ? 0 : 2, {3, shape.counts[(size_t)i] / 3}};
+        tensors.push_back(tensor);
+    }
+    ZeroCheckpoint what = zero_checkpoint();
+    what.tensors = tensors.data(), what.tensors_count = count;
+    for (int stage = 1; stage >= 0; stage--) {
+        Model m(world.ranks, config_of(stage), shape);
+        OK(m.result);
+        if (stage == 1) m.fill();
+        if (stage == 1) OK(m.save(path, what));
+        if (stage == 0) OK(m.load(path, what));
+        m.expect_pattern();
+        together();
+    }
 }
 
 #ifdef CUDA_CPU
@@ -652,24 +1018,6 @@ TEST(Folder, NamesAreReadAsTheyAreWritten) {
               ZERO_ERROR_ARGUMENT);
 }
 
-static std::string name_of(uint64_t step) {
-    char path[4096];
-    zero_checkpoint_path(path, sizeof(path), folder.c_str(), step);
-    return path;
-}
-static std::vector<uint64_t> steps_there() {
-    std::vector<uint64_t> steps;
-    std::vector<std::string> temporary;
-    EXPECT_EQ(zero_checkpoint_steps(folder.c_str(), &steps, &temporary).code, ZERO_OK);
-    return steps;
-}
-static void clear_folder() {
-    together();
-    if (world.rank == 0)
-        for (uint64_t step : steps_there()) unlink(name_of(step).c_str());
-    together();
-}
-
 TEST(Folder, RotationKeepsTheNewest) {
     clear_folder();
     if (world.rank == 0) {
@@ -686,6 +1034,16 @@ TEST(Folder, RotationKeepsTheNewest) {
         EXPECT_TRUE(zero_checkpoint_rotate((folder + "/none").c_str(), 1, 20).code == ZERO_OK);
     }
     clear_folder();
+}
+
+/* The same file of a later version, its checksum right. */
+static std::string other_format(std::string text) {
+    uint64_t length;
+    memcpy(&length, text.data(), 8);
+    text.replace(text.find("llmc_zero.checkpoint 1"), 22, "llmc_zero.checkpoint 2");
+    std::string header = text.substr(0, length + 8);
+    const size_t digits = zero_file_find_checksum(header);
+    return text.replace(digits, 16, zero_file_hex(zero_file_checksum(header, digits)));
 }
 
 /* Cases F1, F2: the newest whole file; what is passed over is said; a directory of that name is no file. */
@@ -713,13 +1071,33 @@ TEST(Folder, ResumeTakesTheNewestThatIsWhole) {
     EXPECT_NE(passed_over[0].find("step_00000020.safetensors: it is no regular file"), std::string::npos)
         << passed_over[0];
     EXPECT_NE(passed_over[1].find("step_00000015.safetensors: "), std::string::npos) << passed_over[1];
+    together();
+    EXPECT_EQ(steps_there(), (std::vector<uint64_t>{5, 10, 20})); /* the damaged one is out of the way, not lost */
+    EXPECT_EQ(contents(name_of(15) + ".damaged").size(), 5000u);
+    together();
     what.step = 20;
     EXPECT_NE(std::string(m.save(name_of(20), what).text).find("directory"), std::string::npos);
     together();
     if (world.rank == 0) rmdir(name_of(20).c_str());
+    if (world.rank == 0) unlink((name_of(15) + ".damaged").c_str());
+    put(name_of(15), "");
+    put(name_of(30), contents(name_of(10))); /* whole, but another step's */
+    passed_over.clear();
+    m.fill_with(1.0f);
+    ZeroResult result = zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found);
+    EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT);
+    EXPECT_STREQ(result.text, "step_00000030.safetensors holds step 10: give it its own name, or delete it");
+    m.expect(1.0f);
+    put(name_of(30), other_format(contents(name_of(10)))); /* whole, but another version's */
+    result = zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found);
+    EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT);
+    EXPECT_NE(std::string(result.text).find("\"llmc_zero.checkpoint 2\""), std::string::npos) << result.text;
+    m.expect(1.0f);
+    together();
+    if (world.rank == 0) unlink(name_of(30).c_str());
     for (int step : {5, 10}) put(name_of((uint64_t)step), "");
     passed_over.clear();
-    ZeroResult result = zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found);
+    result = zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found);
     EXPECT_EQ(result.code, ZERO_ERROR_FILE);
     EXPECT_NE(std::string(result.text).find("none of 3 checkpoints"), std::string::npos) << result.text;
     together();

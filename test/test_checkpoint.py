@@ -123,6 +123,61 @@ def test_the_log_never_has_two_lines_for_a_step(straight, tmp_path):
     assert steps_in(tmp_path) == [5]                                 # no -n: nothing is saved
 
 
+def test_a_log_that_lost_lines_is_said(straight, tmp_path):
+    """A missing or short main.log does not stop a resumed run; a line says which steps it lacks."""
+    top = straight[0] / "fp32"
+    text = (top / "a/main.log").read_text()
+    shutil.copy(path_of(top / "b", 5), tmp_path)
+    flags = f"{SMALL} -d 12 -x 10 -y 1 -o {tmp_path}"
+    _, out = lines([flags], 2, tmp_path)
+    assert f"warning: {tmp_path}/main.log is missing: the lines of steps 1 to 5 are lost" in out
+    assert (tmp_path / "main.log").read_text() == "".join(text.splitlines(True)[5:])
+    (tmp_path / "main.log").write_text("".join(text.splitlines(True)[:3]))
+    _, out = lines([flags], 2, tmp_path)
+    assert f"warning: {tmp_path}/main.log ends at step 3: the lines up to step 5 are lost" in out
+
+
+def test_a_finished_run_started_again_says_the_same(straight, tmp_path):
+    """Nothing is left to do, or -x lies below the checkpoint: log and summary stay as they are."""
+    top = straight[0] / "fp32/b"
+    for name in ("main.log", path_of(top, 10).name, "summary.json"):
+        shutil.copy(top / name, tmp_path)
+    for steps in (10, 7):
+        errors, out = lines([f"{SMALL} -d 12 -x {steps} -y 1 -o {tmp_path}"], 2, tmp_path)
+        assert errors == [None] and f"nothing is left to do: -x {steps}" in out
+        assert bits(tmp_path) == bits(top)
+        summary, before = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path, top))
+        assert [summary[key] for key in ("loss", "norm")] == [before[key] for key in ("loss", "norm")]
+
+
+def test_skipped_steps_are_counted_on(tmp_path):
+    """Gradients overflow after the first update: 7 steps, or 3 and 4 with a resume, report the same skips."""
+    flags = "-L 2 -C 24 -b 2 -I split -U sgd -M 0 -l 1e25"
+    errors, _ = lines([f"{flags} -x 7 -o {tmp_path / 'a'}", f"{flags} -x 3 -n 3 -o {tmp_path / 'b'}",
+                       f"{flags} -x 7 -y 1 -o {tmp_path / 'b'}"], 2, tmp_path)
+    assert errors == [None] * 3
+    assert bits(tmp_path / "a") == bits(tmp_path / "b")
+    skipped = [json.loads((tmp_path / name / "summary.json").read_text())["skipped"] for name in "ab"]
+    assert skipped[0] == skipped[1] >= 4
+
+
+def test_names_of_all_kinds_open_in_python(tmp_path):
+    """10,000 tensors with names that JSON escapes, of no dimension, of no element, written by 3 ranks."""
+    path = tmp_path / "many.safetensors"
+    run([str(TOP / "build/test/test_checkpoint"), "--gtest_filter=*ManySmall*"], ranks=3,
+        env={"ZERO_TEST_KEEP": str(path)})
+    found = tensors(path)
+    assert len(found) == 30000
+    element = 0
+    for i in range(10000):
+        count = 1 if i % 5 == 0 else (i % 5 - 1) * 3
+        value = found[f'"layer" {i} \\ é\n\x01 header_xxh3":"']
+        assert value.shape == (() if i % 5 == 0 else (3, count // 3))
+        np.testing.assert_array_equal(value.ravel(), np.arange(element, element + count, dtype=np.float32))
+        element += count
+    assert ": whole" in run([TOOL, "verify", path]).out
+
+
 def test_safetensors_and_the_tool_read_it(straight):
     """Real shapes; the tool's checksums, table and difference."""
     top = straight[0]
@@ -184,6 +239,7 @@ def test_other_runs_are_refused_with_both_values(straight, tmp_path):
              "-L 2": ["tensor 4", "2.weight F32", "0.weight.exp_avg"], "-L 4": ["tensor 6", "3.weight"],
              "-P bf16 -w 0": ["type", "has fp32,", "bf16 with stochastic rounding"]}
     shutil.copy(path_of(straight[0] / "fp32/b", 10), tmp_path)
+    (tmp_path / "summary.json").write_text("the older run's")
     before = sorted(path.name for path in tmp_path.iterdir())
     commands = [f"{SMALL} -x 12 -y 1 -o {tmp_path} {flags}" for flags in cases]
     errors, _ = lines(commands, 2, tmp_path.parent / "refused")
@@ -209,12 +265,14 @@ def test_resume_takes_the_newest_whole_file_and_says_why(straight, tmp_path):
     assert errors == [None]
     assert re.search(r"passed over: .*step_00000010.*damaged.*\npassed over: .*step_00000008.*bytes.*\n"
                      r"resumed from step 6 in", out)
-    assert steps_in(tmp_path) == [6, 7, 8, 10]      # what was passed over stays until it is written again
+    assert steps_in(tmp_path) == [6, 7]             # what was passed over does not count among the last 2, nor is it lost
+    assert sorted(path.name for path in tmp_path.glob("*.damaged")) == [
+        "step_00000008.safetensors.damaged", "step_00000010.safetensors.damaged"]
     assert not list(tmp_path.glob("*.tmp"))
     for step in (6, 7):
         path_of(tmp_path, step).write_bytes(b"")
     errors, _ = lines([f"{SMALL} -d 12 -x 7 -y 1 -o {tmp_path}"], 2, tmp_path.parent / "newest")
-    assert "none of 4 checkpoints" in errors[0]
+    assert "none of 2 checkpoints" in errors[0]
 
 
 def test_an_older_runs_directory_is_not_mixed_with_a_new_run(tmp_path):
@@ -260,6 +318,19 @@ def test_sigterm_saves_and_ends_well(tmp_path):
     errors, _ = lines([f"{flags} -x {last} -y 1", f"{SMALL} -x {last} -o {tmp_path / 'b'}"], 2, tmp_path)
     assert errors == [None, None]
     assert bits(tmp_path / "a") == bits(tmp_path / "b")
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path):
+    """The second is refused in a line, the first goes on; when it has ended, however it did, the next may begin."""
+    flags = f"{SMALL} -n 1000000 -y 1 -o {tmp_path / 'run'}"
+    processes = start(f"{flags} -x 1000000", 2, tmp_path / "meet")
+    wait_for_step(processes[0], 3)
+    check_one_line(run(["./train_mlp", *flags.split(), "-x", "5"], ranks=2, check=False),
+                   ["-o ", "another run is writing there"])
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=30) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert lines([f"{flags} -x 1", f"{flags} -x 1"], 2, tmp_path)[0] == [None, None]
 
 
 def kill_rounds(rounds, tmp_path, seed):

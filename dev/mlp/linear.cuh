@@ -3,7 +3,8 @@
    Everything is row-major as in PyTorch: weight [C out][C in], activations [B][C]; cuBLASLt sees the transposes,
    column-major. fp32 computes in fp32 (no TF32), bf16 accumulates in fp32. All calls launch on one stream and return.
 
-   defines: Linear, linear_create, linear_free, linear_forward, linear_backward, WORKSPACE_BYTES
+   defines: Linear, linear_create, linear_free, linear_forward, linear_backward_input, linear_backward_params,
+            WORKSPACE_BYTES
 */
 #pragma once
 #include <cublasLt.h>
@@ -137,11 +138,9 @@ static __global__ void bias_grad_kernel(const T* y_grad, T* bias_grad, int batch
     store_element(bias_grad + column, sum);
 }
 
-/* weight_grad (+)= y_grad^T x, bias_grad (+)= sum of y_grad's rows, x_grad = y_grad weight (not with NULL).
-   add: 0 writes the parameters' gradients, 1 adds to them. */
-static inline ZeroResult linear_backward(const Linear* linear, const void* x, const void* weight,
-                                         const void* y_grad, void* weight_grad, void* bias_grad, void* x_grad,
-                                         int add) {
+/* weight_grad (+)= y_grad^T x, bias_grad (+)= sum of y_grad's rows. add: 0 writes them, 1 adds to them. */
+static inline ZeroResult linear_backward_params(const Linear* linear, const void* x, const void* y_grad,
+                                                void* weight_grad, void* bias_grad, int add) {
     cudaLaunchConfig_t config = zero_launch_config(((size_t)linear->width + 127) / 128, 128, linear->stream);
     ZERO_TRY(matmul_run(&linear->weight_grad, linear, x, y_grad, weight_grad, add));
     if (linear->dtype == ZERO_BF16) {
@@ -151,5 +150,11 @@ static inline ZeroResult linear_backward(const Linear* linear, const void* x, co
         ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, bias_grad_kernel<float>, (const float*)y_grad,
                                          (float*)bias_grad, linear->batch, linear->width, add));
     }
-    return x_grad ? matmul_run(&linear->input_grad, linear, weight, y_grad, x_grad, 0) : zero_ok();
+    return zero_ok();
+}
+
+/* x_grad = y_grad weight */
+static inline ZeroResult linear_backward_input(const Linear* linear, const void* weight, const void* y_grad,
+                                               void* x_grad) {
+    return matmul_run(&linear->input_grad, linear, weight, y_grad, x_grad, 0);
 }

@@ -30,8 +30,8 @@ typedef struct Options {
     double beta1, beta2, eps, momentum, max_norm, bucket_mb;
     long long bucket_unit; /* -K unit */
     long long plan, help, hash_every;
-    /* later versions */
     const char* trace;
+    double device_mb;
 } Options;
 
 typedef enum OptionKind {
@@ -65,7 +65,8 @@ static const Option OPTIONS[] = {
     {"-c", OPTION_REAL, OPTION_AT(weight_decay), 0, 1e30, NULL, NULL, "weight decay, on biases too (0)"},
     {"-w", OPTION_INT, OPTION_AT(masters), 0, 1, NULL, NULL,
      "bf16: 1 fp32 masters, 0 stochastic rounding (1)"},
-    {"-z", OPTION_INT, OPTION_AT(stage), 0, 3, NULL, "2|3", "ZeRO stage: 0 off, 1 optimizer state (1)"},
+    {"-z", OPTION_INT, OPTION_AT(stage), 0, 3, NULL, NULL,
+     "ZeRO stage: 0 off, 1 optimizer state, 2 and gradients, 3 and parameters (1)"},
     {"-o", OPTION_TEXT, OPTION_AT(directory), 0, 0, "DIR", NULL,
      "write main.log, summary.json and checkpoints there (nothing)"},
     {"-n", OPTION_INT, OPTION_AT(checkpoint_every), 0, 1e12, NULL, NULL,
@@ -94,18 +95,21 @@ static const Option OPTIONS[] = {
      "clip the gradient norm to this, 0 = off (0)"},
     {"-S", OPTION_INT, OPTION_AT(seed), 0, 4294967295.0, NULL, NULL, "seed (0)"},
     {"-K", OPTION_BUCKET, OPTION_AT(bucket_mb), 0, 1e9, "MB|unit", NULL,
-     "bucket size in MB, or unit, or 0 = one bucket (0)"},
-    {"-R", OPTION_CHOICE, OPTION_AT(reduction), 0, 0, "nccl|ordered|allreduce", "ordered",
-     "reduction; allreduce with -z 0 only (nccl)"},
-    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), 0, 0, "step|micro", "micro",
-     "reduce once a step, or each micro-step (step)"},
+     "bucket size in MB, or unit, or 0 = one bucket; with -z 2 and 3 units apart (0, unit)"},
+    {"-R", OPTION_CHOICE, OPTION_AT(reduction), 0, 0, "nccl|ordered|allreduce", NULL,
+     "reduction: nccl; ordered, in fp32 in rank order; allreduce, with -z 0 only (nccl)"},
+    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), 0, 0, "step|micro", NULL,
+     "reduce once a step, or each micro-step into fp32; -z 2 and 3 do that always (step)"},
     {"-O", OPTION_INT, OPTION_AT(overlap), 0, 1, NULL, NULL,
      "overlap communication with forward and backward (1)"},
     {"-I", OPTION_CHOICE, OPTION_AT(data), 0, 0, "recipe|own|split", NULL,
      "data: same batch on all ranks, own batch each, new samples (recipe)"},
-    {"-T", OPTION_TEXT, OPTION_AT(trace), 0, 0, "FILE", "*", "trace file"},
+    {"-T", OPTION_TEXT, OPTION_AT(trace), 0, 0, "FILE", NULL,
+     "write a timeline of all ranks there (JSON for chrome://tracing or Perfetto)"},
     {"-H", OPTION_INT, OPTION_AT(hash_every), 0, 1e12, NULL, NULL,
      "compare the ranks' hashes of the params every k steps, 0 = at the end only (0)"},
+    {"--memory", OPTION_REAL, OPTION_AT(device_mb), 1, 1e12, NULL, NULL,
+     "with --plan: device memory in MB, for the largest -L that fits (80000)"},
     {"--plan", OPTION_SWITCH, OPTION_AT(plan), 0, 0, NULL, NULL, "print the memory plan and stop"},
     {"--help", OPTION_SWITCH, OPTION_AT(help), 0, 0, NULL, NULL, "print this and stop"},
 };
@@ -116,6 +120,7 @@ static inline Options options_default(void) {
     memset(&o, 0, sizeof(o));
     o.batch = 20, o.steps = 1, o.stage = 1, o.masters = 1, o.lr = 0.01;
     o.start_ranks = 1;
+    o.device_mb = 80000;
     o.layers = 20, o.width = 2000, o.algorithm = ZERO_ADAM, o.overlap = 1;
     o.beta1 = 0.9, o.beta2 = 0.999, o.eps = 1e-8, o.momentum = 0.9;
     return o;
@@ -207,6 +212,10 @@ static inline ZeroResult options_check(const Options* o, int ranks) {
     if (o->reduction == ZERO_REDUCE_ALLREDUCE && o->stage != 0)
         return zero_error(ZERO_ERROR_ARGUMENT, "-R allreduce: works with -z 0 only, not with -z %lld",
                           o->stage);
+    if (o->reduction == ZERO_REDUCE_ALLREDUCE && o->accumulation == ZERO_ACCUMULATE_MICRO)
+        return zero_error(ZERO_ERROR_ARGUMENT, "-A micro: works with -R nccl and ordered, not with -R allreduce");
+    if (o->trace && (o->trace[0] == '\0' || strlen(o->trace) > 3000))
+        return zero_error(ZERO_ERROR_ARGUMENT, "-T %.60s: a path of 1 to 3000 characters is needed", o->trace);
     if (o->total_batch && (o->total_batch % per_micro != 0))
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "-d %lld: a multiple of -b * ranks = %lld * %d = %lld is needed", o->total_batch,

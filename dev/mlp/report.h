@@ -2,10 +2,13 @@
 
    main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged.
 
-   defines: Report, report_open, report_begin, report_step, report_sync, report_close, ParamsDigest, params_sums
+   defines: Report, report_open, report_begin, report_step, report_sync, report_close, report_free, ParamsDigest,
+            params_sums
 */
 #pragma once
 #include <errno.h>
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -16,6 +19,7 @@
 
 typedef struct Report { /* rank 0 writes, the others keep quiet */
     int writes;
+    int lock; /* on the directory: no other run writes there */
     FILE* log;
     const Options* options;
     double *step_ms, *exposed_ms; /* of the steps so far */
@@ -36,12 +40,24 @@ static inline ZeroResult report_check_unused(const Options* o) {
                       o->directory, (unsigned long long)steps.back());
 }
 
+/* Two runs in one directory would cut each other's log and delete each other's checkpoints. The lock ends with the process;
+   a file system that has none is no error. */
+static inline ZeroResult report_lock(Report* report, const Options* o) {
+    report->lock = open(o->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (report->lock < 0 || flock(report->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
+        return zero_ok();
+    return zero_error(ZERO_ERROR_ARGUMENT,
+                      "-o %.120s: another run is writing there: wait for its end, or give another directory",
+                      o->directory);
+}
+
 /* Makes the directory with its parents. A rank that does not write only returns. */
 static inline ZeroResult report_open(Report* report, const Options* o, int writes) {
     char path[4096];
     size_t i, length;
     memset(report, 0, sizeof(*report));
     report->writes = writes;
+    report->lock = -1;
     report->options = o;
     report->loss = report->norm = NAN; /* no step yet */
     if (!writes || !o->directory) return zero_ok();
@@ -53,26 +69,34 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
             return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s",
                               o->directory, path, strerror(errno));
     }
-    ZERO_TRY(report_check_unused(o));
-    snprintf(path, sizeof(path), "%s/summary.json", o->directory);
-    unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
-    return zero_ok();
+    ZERO_TRY(report_lock(report, o));
+    return report_check_unused(o);
 }
 
 /* Copies the lines of main.log up to a step to main.log.tmp, which then takes its place: a run that is killed here leaves
-   one or the other. A last line without its end is not kept. */
-static inline int report_cut_log(const char* path, long long step) {
+   one or the other. A last line without its end is not kept. The report goes on from the last line. */
+static inline int report_cut_log(Report* report, const char* path, long long step) {
     char temporary[4200], line[512];
     FILE* from = fopen(path, "r");
     FILE* to;
+    long long last = 0;
     int failed;
-    if (!from) return errno == ENOENT ? 0 : -1;
+    if (!from && errno != ENOENT) return -1;
+    if (!from) {
+        printf("warning: %s is missing: the lines of steps 1 to %lld are lost\n", path, step);
+        return 0;
+    }
     snprintf(temporary, sizeof(temporary), "%s.tmp", path);
     to = fopen(temporary, "w");
     while (to && fgets(line, sizeof(line), from)) {
         long long of_step;
-        if (sscanf(line, "s:%lld ", &of_step) == 1 && of_step <= step && strchr(line, '\n')) fputs(line, to);
+        if (sscanf(line, "s:%lld ", &of_step) != 1 || of_step > step || !strchr(line, '\n')) continue;
+        fputs(line, to);
+        last = of_step;
+        sscanf(line, "s:%*d trl:%lf lr:%*f norm:%lf", &report->loss, &report->norm);
     }
+    if (last < step)
+        printf("warning: %s ends at step %lld: the lines up to step %lld are lost\n", path, last, step);
     failed = !to || ferror(from) || ferror(to);
     if (to) failed |= fflush(to) != 0 || fsync(fileno(to)) != 0;
     if (to) failed |= fclose(to) != 0;
@@ -86,8 +110,10 @@ static inline ZeroResult report_begin(Report* report, long long step) {
     char path[4096];
     int failed;
     if (!report->writes || !o->directory) return zero_ok();
+    snprintf(path, sizeof(path), "%s/summary.json", o->directory);
+    unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
-    failed = step > 0 && report_cut_log(path, step) != 0;
+    failed = step > 0 && report_cut_log(report, path, step) != 0;
     report->log = failed ? NULL : fopen(path, step > 0 ? "a" : "w");
     if (!report->log)
         return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory,
@@ -160,12 +186,14 @@ static inline void sum_segment(ParamsDigest* digest, const ZeroSegment* segment,
     digest->plain_sum += sum;
 }
 
-/* The sums: reads all params back, segment by segment, behind what `stream` has to do. Biases are the odd segments. */
-static inline ZeroResult params_sums(ParamsDigest* digest, const ZeroLayout* layout, const void* params,
-                                     size_t width, cudaStream_t stream) {
+/* The sums: reads all params back, segment by segment. Biases are the odd segments. All ranks call it, for in stage 3 each
+   unit has to be gathered. */
+static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, size_t width) {
+    const ZeroLayout* layout = z->layout;
     size_t bytes = zero_dtype_bytes(layout->dtype), largest = 1;
+    int open = ZERO_NO_UNIT;
     ZeroResult result = zero_ok();
-    void* host;
+    void *host, *params;
     memset(digest, 0, sizeof(*digest));
     for (int s = 0; s < layout->segments_count; s++)
         if (layout->segments[s].count > largest) largest = layout->segments[s].count;
@@ -173,16 +201,16 @@ static inline ZeroResult params_sums(ParamsDigest* digest, const ZeroLayout* lay
     if (!host) return zero_error(ZERO_ERROR_MEMORY, "no host memory for a tensor of %zu elements", largest);
     for (int s = 0; s < layout->segments_count && result.code == ZERO_OK; s++) {
         const ZeroSegment* segment = &layout->segments[s];
-        cudaError_t error = cudaMemcpyAsync(host, (const char*)params + segment->flat_offset * bytes,
-                                            segment->count * bytes, cudaMemcpyDeviceToHost, stream);
-        if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-        if (error != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(error));
-        else
+        result = zero_params_visit(z, s, &open, &params);
+        if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
+        if (result.code == ZERO_OK &&
+            cudaMemcpy(host, params, segment->count * bytes, cudaMemcpyDeviceToHost) != cudaSuccess)
+            result = zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(cudaGetLastError()));
+        if (result.code == ZERO_OK)
             sum_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
     }
     free(host);
-    return result;
+    return result.code == ZERO_OK ? zero_params_leave(z, &open) : result;
 }
 
 /* ------------------------------------------------------------------ summary.json */
@@ -213,7 +241,18 @@ static inline void report_number(FILE* file, const char* key, double value) {
         fprintf(file, "  \"%s\": null,\n", key);
 }
 
-/* Writes DIR/summary.json (whole or not at all) and closes main.log; frees. peak_bytes: the four memory points. */
+/* Whatever became of the run: closes what is open and lets the directory go. */
+static inline void report_free(Report* report) {
+    if (report->log) fclose(report->log);
+    if (report->lock >= 0) close(report->lock);
+    free(report->step_ms);
+    free(report->exposed_ms);
+    report->log = NULL;
+    report->lock = -1;
+    report->step_ms = report->exposed_ms = NULL;
+}
+
+/* Writes DIR/summary.json (whole or not at all) and closes main.log. peak_bytes: the four memory points. */
 static inline ZeroResult report_close(Report* report, int ranks, long long steps, uint64_t skipped,
                                       const ParamsDigest* digest, const size_t* peak_bytes,
                                       size_t state_bytes) {
@@ -246,9 +285,6 @@ static inline ZeroResult report_close(Report* report, int ranks, long long steps
     } else if (report->log) {
         failed = 1;
     }
-    free(report->step_ms);
-    free(report->exposed_ms);
-    report->step_ms = report->exposed_ms = NULL;
     report->log = NULL;
     if (failed)
         return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", o->directory,
