@@ -29,7 +29,8 @@ static ZeroResult read_all(const std::string& bytes) {
 static void must_refuse(const std::string& bytes, const std::string& what) {
     const ZeroResult result = read_all(bytes);
     const bool in_words =
-        (result.code == ZERO_ERROR_FILE || what.find("\"format\":\"other\"") != std::string::npos) && strlen(result.text) > 10 && !strchr(result.text, '\n');
+        (result.code == ZERO_ERROR_FILE || what.find("\"format\":\"other\"") != std::string::npos) &&
+        strlen(result.text) > 10 && !strchr(result.text, '\n');
     refused += in_words;
     accepted += !in_words;
     if (!in_words) printf("%s: code %d: %s\n", what.c_str(), (int)result.code, result.text);
