@@ -726,6 +726,20 @@ TEST(Folder, AResumeThatGetsNoMemoryFailsOnAllRanks) {
 
 /* ------------------------------------------------------------------ other runs, other folders, other writers */
 
+/* Ranks that were given another step would write into each other's checksums. */
+TEST(Checkpoint, RanksThatWouldWriteAnotherHeaderAreFound) {
+    if (world.ranks == 1) return;
+    ZeroCheckpoint what = zero_checkpoint();
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    what.step = world.rank == world.ranks - 1 ? 2 : 1;
+    ZeroResult result = m.save(folder + "/differ", what);
+    EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT);
+    EXPECT_NE(std::string(result.text).find("would write another header"), std::string::npos) << result.text;
+    EXPECT_EQ(access((folder + "/differ").c_str(), F_OK), -1);
+    together();
+}
+
 /* A rank that sees another folder, where a file of that name was left: it must not write its part there. */
 TEST(Checkpoint, ARankThatSeesAnotherFolderIsFound) {
     if (world.ranks == 1) return;
