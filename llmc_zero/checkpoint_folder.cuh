@@ -100,7 +100,8 @@ static inline ZeroResult zero_checkpoint_newest(ZeroOptimizer* z, const char* fo
                             all.resize(2 * (size_t)z->ranks);
                             *line = std::string(sizeof(ZeroResult), ' ');
                             lines->reserve(lines->size() + 1);
-                            return z->rank == 0 ? zero_checkpoint_steps(folder, &steps, &temporary) : zero_ok();
+                            return z->rank == 0 ? zero_checkpoint_steps(folder, &steps, &temporary)
+                                                : zero_ok();
                         })));
     const auto end = std::lower_bound(steps.begin(), steps.end(), below);
     if (end != steps.begin()) own[0] = *(end - 1), own[1] = 1;
@@ -161,7 +162,8 @@ static inline ZeroResult zero_checkpoint_resume(ZeroOptimizer* z, const char* fo
             newest = std::max(newest, step);
             ZeroResult result = zero_checkpoint_try(z, path, step, what, header);
             *found = result.code == ZERO_OK;
-            if (*found && z->rank == 0 && !passed_over->empty()) zero_checkpoint_set_aside(folder, step, newest);
+            if (*found && z->rank == 0 && !passed_over->empty())
+                zero_checkpoint_set_aside(folder, step, newest);
             if (result.code != ZERO_ERROR_FILE) return result;
             line = result.text;
             passed_over->push_back(std::move(line));

@@ -99,9 +99,9 @@ static inline ZeroResult zero_load_open(ZeroLoad* load, const char* path, ZeroCh
     ZERO_TRY(zero_load_number(load->header, "t", &load->t));
     ZERO_TRY(zero_load_number(load->header, "step", &load->step));
     ZERO_TRY(zero_load_number(load->header, "samples", &load->samples));
-    for (const auto& count : {std::make_pair("skipped", &load->skipped),
-                              std::make_pair("skipped_in_row", &load->skipped_in_row),
-                              std::make_pair("dropped", &load->dropped)})
+    for (const auto& count :
+         {std::make_pair("skipped", &load->skipped), std::make_pair("skipped_in_row", &load->skipped_in_row),
+          std::make_pair("dropped", &load->dropped)})
         if (load->header.strings.count(count.first)) /* older files have none */
             ZERO_TRY(zero_load_number(load->header, count.first, count.second));
     const std::string here = zero_checkpoint_type(load->z), there = load->header.strings["type"];

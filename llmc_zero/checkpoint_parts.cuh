@@ -31,7 +31,8 @@ typedef struct ZeroCheckpoint {
     const ZeroTensor*
         tensors; /* they cover all segments, in order; NULL: each segment is a tensor of one dimension */
     int tensors_count;
-    const ZeroString* strings; /* the caller's, under names that are not the library's (the message tells). Saving:
+    const ZeroString*
+        strings; /* the caller's, under names that are not the library's (the message tells). Saving:
                                   written. Loading: the file must have the same values */
     int strings_count;
     uint64_t step, samples; /* saving: written; loading: read */
@@ -190,10 +191,10 @@ static inline std::string zero_checkpoint_type(const ZeroOptimizer* z) {
 
 /* Names of strings that are the library's own; a caller's string of such a name would be lost in a file. */
 static inline int zero_checkpoint_reserved(const std::string& key) {
-    for (const char* own : {"format",   "pieces", "header_xxh3", "optimizer", "weight_decay",   "seed",
-                            "momentum", "beta1",  "beta2",       "eps",       "type",           "ranks",
-                            "stage",    "step",   "samples",     "t",         "skipped_in_row", "skipped",
-                            "dropped",  "max_norm"})
+    for (const char* own : {"format", "pieces",         "header_xxh3", "optimizer", "weight_decay",
+                            "seed",   "momentum",       "beta1",       "beta2",     "eps",
+                            "type",   "ranks",          "stage",       "step",      "samples",
+                            "t",      "skipped_in_row", "skipped",     "dropped",   "max_norm"})
         if (key == own) return 1;
     return 0;
 }

@@ -31,9 +31,9 @@ typedef struct ZeroSave {
     std::vector<std::pair<int, size_t>> writer; /* of header.pieces[k]: rank, and which of its pieces */
     std::vector<uint64_t> checksums;            /* of this rank's pieces */
     std::vector<uint64_t> words, gathered;      /* room for the exchange of checksums */
-    uint64_t mark;                              /* stands at the begin of rank 0's file until the header does */
-    int fd, lock;                               /* lock, rank 0: holds the lock on the file until it has its name */
-    int made;                                   /* rank 0: the temporary file is there, and its own */
+    uint64_t mark; /* stands at the begin of rank 0's file until the header does */
+    int fd, lock;  /* lock, rank 0: holds the lock on the file until it has its name */
+    int made;      /* rank 0: the temporary file is there, and its own */
     ZeroStaging staging;
 } ZeroSave;
 
@@ -158,10 +158,12 @@ static inline ZeroResult zero_save_create(ZeroSave* save) {
         save->made = !busy;
     }
     if (busy)
-        return zero_error(ZERO_ERROR_SYSTEM, "another run is writing %s: one run a folder", zero_base_name(name));
+        return zero_error(ZERO_ERROR_SYSTEM, "another run is writing %s: one run a folder",
+                          zero_base_name(name));
     ZERO_TRY(zero_save_room(save->fd, save->text.size() + save->header.data_bytes));
     clock_gettime(CLOCK_REALTIME, &now);
-    save->mark = zero_mix((uint64_t)now.tv_nsec ^ zero_mix((uint64_t)now.tv_sec ^ zero_mix((uint64_t)getpid())));
+    save->mark =
+        zero_mix((uint64_t)now.tv_nsec ^ zero_mix((uint64_t)now.tv_sec ^ zero_mix((uint64_t)getpid())));
     ZERO_TRY(zero_file_write(save->fd, &save->mark, sizeof(save->mark), 0));
     if (zero_retry([&]() { return fsync(save->fd); }) == 0) return zero_ok();
     return zero_error(ZERO_ERROR_SYSTEM, "fsync: %s", strerror(errno));
@@ -179,7 +181,8 @@ static inline ZeroResult zero_save_open(ZeroSave* save) {
                           zero_base_name(name), strerror(errno));
     ZeroResult result = zero_file_read(save->fd, &mark, sizeof(mark), 0);
     if (result.code == ZERO_ERROR_SYSTEM || mark == save->mark) return result;
-    return zero_error(ZERO_ERROR_SYSTEM, "%s is not the file that rank 0 has made; all ranks must see one folder",
+    return zero_error(ZERO_ERROR_SYSTEM,
+                      "%s is not the file that rank 0 has made; all ranks must see one folder",
                       zero_base_name(name));
 }
 
@@ -278,7 +281,8 @@ static inline ZeroResult zero_save_finish(ZeroSave* save) {
         return zero_error(ZERO_ERROR_SYSTEM, "cannot rename %s: %s", zero_base_name(save->temporary.c_str()),
                           strerror(errno));
     save->made = 0;
-    return zero_save_sync_folder(save->folder); /* asks for no memory: what fails from here on is said to be late */
+    return zero_save_sync_folder(
+        save->folder); /* asks for no memory: what fails from here on is said to be late */
 }
 
 static inline ZeroResult zero_save_run(ZeroSave* save, const char* path) {

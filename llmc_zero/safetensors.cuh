@@ -403,7 +403,8 @@ static inline ZeroResult zero_file_parse(const std::string& text, uint64_t file_
                           zero_file_quote(text.substr(digits, 16)).c_str());
     if (!nlohmann::json::sax_parse(text.begin() + 8, text.end(), &sax))
         return zero_error(ZERO_ERROR_FILE, "its header holds %s", sax.error.c_str());
-    if (header->strings["format"] != ZERO_FILE_FORMAT) /* whole, but of another version: not one to pass over */
+    if (header->strings["format"] !=
+        ZERO_FILE_FORMAT) /* whole, but of another version: not one to pass over */
         return zero_error(ZERO_ERROR_ARGUMENT, "its format is \"%s\", this program reads \"%s\"",
                           zero_file_quote(header->strings["format"]).c_str(), ZERO_FILE_FORMAT);
     ZERO_TRY(zero_file_check_tensors(header));

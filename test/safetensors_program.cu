@@ -29,7 +29,8 @@ static ZeroResult read_all(const std::string& bytes) {
 static void must_refuse(const std::string& bytes, const std::string& what) {
     const ZeroResult result = read_all(bytes);
     const bool in_words =
-        (result.code == ZERO_ERROR_FILE || what.find("\"format\":\"other\"") != std::string::npos) && strlen(result.text) > 10 && !strchr(result.text, '\n');
+        (result.code == ZERO_ERROR_FILE || what.find("\"format\":\"other\"") != std::string::npos) &&
+        strlen(result.text) > 10 && !strchr(result.text, '\n');
     refused += in_words;
     accepted += !in_words;
     if (!in_words) printf("%s: code %d: %s\n", what.c_str(), (int)result.code, result.text);
@@ -71,6 +72,15 @@ static void hostile() {
     if (result.code != ZERO_OK) printf("the good one: %s\n", result.text);
     accepted += result.code != ZERO_OK;
     const std::string m = "{" + metadata(piece) + ",";
+    const std::string half = zero_file_hex(XXH3_64bits(data.data(), 8));
+    const std::string long_data(ZERO_FILE_PIECE_BYTES + 4, 'x'),
+        long_bytes = std::to_string(long_data.size());
+    must_refuse(sealed("{" +
+                           metadata("0 " + long_bytes + " " +
+                                    zero_file_hex(XXH3_64bits(long_data.data(), long_data.size()))) +
+                           "," + tensor("w", std::to_string(long_data.size() / 4), "0," + long_bytes) + "}",
+                       long_data),
+                "a piece that is too long");
     const std::string deep(100000, '['), objects = std::string(50000, '{');
     const std::string headers[] = {
         "",
@@ -91,6 +101,10 @@ static void hostile() {
         m + tensor("w", "4", "0,8,16") + "}",
         m + tensor("w", "4294967296,4294967296", "0,16") + "}",
         m + tensor("w", "4611686018427387905", "0,4") + "}",
+        m + tensor("w", "4611686018427387908", "0,16") + "}",
+        m + tensor("w", "3", "0,16") + "}",
+        "{" + metadata("0 8 " + half + ";0 8 " + half) + "," + tensor("w", "4", "0,16") + "}",
+        m + tensor("e", "0", "0,0", "F64") + "," + tensor("w", "4", "0,16") + "}",
         m + tensor("w", "2,2,1,1,1,1,1,1,1", "0,16") + "}",
         m + tensor("w", "[4]", "0,16") + "}",
         m + tensor("w", "5", "0,20") + "}",

@@ -44,7 +44,7 @@ static std::string folder; /* the same on all ranks, empty at the begin */
 
 static struct {
     std::string call;
-    int at, seen, error; /* the at-th call fails with error; 0: it does half of its work */
+    int at, seen, error;           /* the at-th call fails with error; 0: it does half of its work */
     std::function<void()> instead; /* or this happens before it, and it works */
 } fault;
 
@@ -635,13 +635,16 @@ TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
         const char* call;
         int error;
         bool loads, harmless;
-    } faults[] = {{"pwrite", ENOSPC, 0, 0},    {"pwrite", EIO, 0, 0},     {"pwrite", EINTR, 0, 1},
-                  {"pwrite", 0, 0, 1},         {"fsync", EIO, 0, 0},      {"fsync", EINTR, 0, 1},
-                  {"rename", EACCES, 0, 0},    {"open", EMFILE, 0, 0},    {"open", EINTR, 0, 1},
-                  {"close", EIO, 0, 0},        {"close", EINTR, 0, 1},    {"fallocate", ENOSPC, 0, 0},
-                  {"fallocate", EINTR, 0, 1},  {"fallocate", EOPNOTSUPP, 0, 1},
-                  {"new", ENOMEM, 0, 0},       {"new", ENOMEM, 1, 0},     {"open", EMFILE, 1, 0},
-                  {"open", EINTR, 1, 1},       {"pread", EIO, 0, 0},      {"pread", EIO, 1, 0},
+    } faults[] = {{"pwrite", ENOSPC, 0, 0},   {"pwrite", EIO, 0, 0},
+                  {"pwrite", EINTR, 0, 1},    {"pwrite", 0, 0, 1},
+                  {"fsync", EIO, 0, 0},       {"fsync", EINTR, 0, 1},
+                  {"rename", EACCES, 0, 0},   {"open", EMFILE, 0, 0},
+                  {"open", EINTR, 0, 1},      {"close", EIO, 0, 0},
+                  {"close", EINTR, 0, 1},     {"fallocate", ENOSPC, 0, 0},
+                  {"fallocate", EINTR, 0, 1}, {"fallocate", EOPNOTSUPP, 0, 1},
+                  {"new", ENOMEM, 0, 0},      {"new", ENOMEM, 1, 0},
+                  {"open", EMFILE, 1, 0},     {"open", EINTR, 1, 1},
+                  {"pread", EIO, 0, 0},       {"pread", EIO, 1, 0},
                   {"pread", 0, 1, 1}};
     ZeroConfig config = config_of(1);
     config.timeout_s = 10.0; /* whoever is left alone in an exchange says so */
@@ -661,14 +664,16 @@ TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
                 together();
                 if (!one.loads) m.fill_with(2.0f);
                 fault = {world.rank == victim ? one.call : "", n, 0, one.error, {}};
-                ZeroResult result = one.loads ? m.load(path) : zero_checkpoint_save(&m.z, path.c_str(), &what);
+                ZeroResult result =
+                    one.loads ? m.load(path) : zero_checkpoint_save(&m.z, path.c_str(), &what);
                 fault.call = "";
                 int struck[64] = {0}, mine = fault.seen >= n;
                 ASSERT_EQ(zero_world_gather(&world, &mine, sizeof(mine), struck).code, ZERO_OK);
                 /* the first open of a save looks for what a broken run left; the second close lets the lock go */
-                const bool harmless = one.harmless || (!one.loads && victim == 0 &&
-                                                       ((!strcmp(one.call, "open") && n == 1) ||
-                                                        (!strcmp(one.call, "close") && n == 2)));
+                const bool harmless =
+                    one.harmless ||
+                    (!one.loads && victim == 0 &&
+                     ((!strcmp(one.call, "open") && n == 1) || (!strcmp(one.call, "close") && n == 2)));
                 if (strcmp(one.call, "new") != 0 || result.code != ZERO_OK) { /* some sort without a buffer */
                     ASSERT_EQ(result.code != ZERO_OK, struck[victim] && !harmless) << text << result.text;
                 }
@@ -721,6 +726,20 @@ TEST(Folder, AResumeThatGetsNoMemoryFailsOnAllRanks) {
 
 /* ------------------------------------------------------------------ other runs, other folders, other writers */
 
+/* Ranks that were given another step would write into each other's checksums. */
+TEST(Checkpoint, RanksThatWouldWriteAnotherHeaderAreFound) {
+    if (world.ranks == 1) return;
+    ZeroCheckpoint what = zero_checkpoint();
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {300, 7}});
+    OK(m.result);
+    what.step = world.rank == world.ranks - 1 ? 2 : 1;
+    ZeroResult result = m.save(folder + "/differ", what);
+    EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT);
+    EXPECT_NE(std::string(result.text).find("would write another header"), std::string::npos) << result.text;
+    EXPECT_EQ(access((folder + "/differ").c_str(), F_OK), -1);
+    together();
+}
+
 /* A rank that sees another folder, where a file of that name was left: it must not write its part there. */
 TEST(Checkpoint, ARankThatSeesAnotherFolderIsFound) {
     if (world.ranks == 1) return;
@@ -766,7 +785,8 @@ TEST(Checkpoint, TwoRunsDoNotSaveToOneName) {
     EXPECT_EQ(data_of(path), good);
     together();
     if (fd >= 0) close(fd);
-    for (int n = 1; n < 100; n++) { /* before the n-th write of rank 0 the other run takes the name, without asking */
+    for (int n = 1; n < 100;
+         n++) { /* before the n-th write of rank 0 the other run takes the name, without asking */
         int struck[64] = {0};
         fault = {world.rank == 0 ? "pwrite" : "", n, 0, 0, [&]() {
                      unlink(temporary.c_str());
@@ -897,9 +917,12 @@ TEST(Checkpoint, StringsOfTheCaller) {
     OK(m.result);
     ZeroString strings[2] = {{"run", "1"}, {NULL, NULL}};
     what.strings = strings, what.strings_count = 2;
-    for (const char* key : {"step", "samples", "t", "seed", "optimizer", "beta1", "momentum", "type", "ranks",
-                            "stage", "max_norm", "skipped", "dropped", "skipped_in_row", "format", "pieces",
-                            "header_xxh3", "weight_decay", "beta2", "eps", "run", (const char*)NULL}) {
+    for (const char* key : {"step",        "samples",        "t",        "seed",
+                            "optimizer",   "beta1",          "momentum", "type",
+                            "ranks",       "stage",          "max_norm", "skipped",
+                            "dropped",     "skipped_in_row", "format",   "pieces",
+                            "header_xxh3", "weight_decay",   "beta2",    "eps",
+                            "run",         (const char*)NULL}) {
         strings[1] = {key, "x"};
         ZeroResult result = m.save(folder + "/strings", what);
         EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT) << key;
@@ -933,7 +956,8 @@ TEST(Checkpoint, ManySmallTensorsWithOddNames) {
         names.push_back("\"layer\" " + std::to_string(i) + " \\ \xc3\xa9\n\x01 header_xxh3\":\"");
     }
     for (int i = 0; i < count; i++) {
-        ZeroTensor tensor = {names[(size_t)i].c_str(), i, 1, i % 5 == 0 ? 0 : 2, {3, shape.counts[(size_t)i] / 3}};
+        ZeroTensor tensor = {
+            names[(size_t)i].c_str(), i, 1, i % 5 == 0 ? 0 : 2, {3, shape.counts[(size_t)i] / 3}};
         tensors.push_back(tensor);
     }
     ZeroCheckpoint what = zero_checkpoint();
@@ -1072,7 +1096,8 @@ TEST(Folder, ResumeTakesTheNewestThatIsWhole) {
         << passed_over[0];
     EXPECT_NE(passed_over[1].find("step_00000015.safetensors: "), std::string::npos) << passed_over[1];
     together();
-    EXPECT_EQ(steps_there(), (std::vector<uint64_t>{5, 10, 20})); /* the damaged one is out of the way, not lost */
+    EXPECT_EQ(steps_there(),
+              (std::vector<uint64_t>{5, 10, 20})); /* the damaged one is out of the way, not lost */
     EXPECT_EQ(contents(name_of(15) + ".damaged").size(), 5000u);
     together();
     what.step = 20;
