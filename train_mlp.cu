@@ -12,8 +12,8 @@
 #include "dev/mlp/options.h"      // defines: Options, options_parse: the command line
 #include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
 #include "dev/mlp/loss.cuh"       // defines: loss_run (MSE), data_split (new samples each step)
-#include "dev/mlp/linear.cuh"     // defines: Linear, linear_forward, linear_backward_input, _params (cuBLASLt)
-#include "dev/mlp/report.h"       // defines: Report: step lines, main.log, summary.json; params_sums
+#include "dev/mlp/linear.cuh" // defines: Linear, linear_forward, linear_backward_input, _params (cuBLASLt)
+#include "dev/mlp/report.h"   // defines: Report: step lines, main.log, summary.json; params_sums
 
 // ----------------------------------------------------------------------------- the model
 
@@ -183,7 +183,8 @@ static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
         narrow(mlp, host, segment->count);
         result = zero_params_write(&mlp->zero, s, 0, segment->count, host);
         if (result.code == ZERO_OK && cudaStreamSynchronize(mlp->stream) != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "writing parameters: %s", cudaGetErrorString(cudaGetLastError()));
+            result =
+                zero_error(ZERO_ERROR_CUDA, "writing parameters: %s", cudaGetErrorString(cudaGetLastError()));
     }
     free(host);
     return result;
@@ -481,7 +482,8 @@ static ZeroResult write_trace(Mlp* mlp) {
                 if (fclose(file) != 0) written = 0;
             }
             if (!written)
-                result = zero_error(ZERO_ERROR_FILE, "-T %.160s: cannot write it: %s", o->trace, strerror(errno));
+                result =
+                    zero_error(ZERO_ERROR_FILE, "-T %.160s: cannot write it: %s", o->trace, strerror(errno));
         }
         result = zero_world_agree(mlp->world, result);
     }
@@ -575,7 +577,8 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
 }
 
 // Bytes of rank 0 with so many layers, activations included; the plan alone goes to *plan.
-static ZeroResult plan_layers(const Options* given, long long layers, int ranks, ZeroPlan* plan, double* bytes) {
+static ZeroResult plan_layers(const Options* given, long long layers, int ranks, ZeroPlan* plan,
+                              double* bytes) {
     Options o = *given;
     Mlp mlp;
     o.layers = layers;
@@ -585,7 +588,8 @@ static ZeroResult plan_layers(const Options* given, long long layers, int ranks,
     mlp.micros = o.total_batch ? (int)(o.total_batch / (o.batch * ranks)) : 1;
     if (mlp.micros < 1) mlp.micros = 1;
     mlp.dtype = (ZeroDtype)o.dtype;
-    mlp.row_stride = zero_round_up((size_t)(o.batch * o.width), ZERO_ALIGN_BYTES / zero_dtype_bytes(mlp.dtype));
+    mlp.row_stride =
+        zero_round_up((size_t)(o.batch * o.width), ZERO_ALIGN_BYTES / zero_dtype_bytes(mlp.dtype));
     char(*names)[24] = (char(*)[24])calloc(2 * (size_t)layers, sizeof(names[0]));
     ZeroResult result = names ? mlp_layout(&mlp.layout, &o, ranks, names)
                               : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", layers);
@@ -607,7 +611,8 @@ static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) 
     ZERO_TRY(plan_layers(o, many, ranks, &plan, &at_many));
     const double a_layer = (at_many - at_few) / (double)(many - few);
     double guess = (double)few + (memory - at_few) / a_layer;
-    *largest = guess < 1.0 ? 0 : guess > 1e6 ? 1000000 : (long long)guess;
+    const double limit = o->stage >= 2 || o->bucket_unit ? (double)ZERO_BUCKETS_MAX : 1e6; // a bucket a layer
+    *largest = guess < 1.0 ? 0 : guess > limit ? (long long)limit : (long long)guess;
     if (*largest > most) return zero_ok();
     for (;; (*largest)++) { // up, as far as it fits
         ZERO_TRY(plan_layers(o, *largest + 1, ranks, &plan, &bytes));
@@ -623,11 +628,12 @@ static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) 
 // --plan: what each rank would hold, for stages and numbers of ranks.
 static ZeroResult print_plan(const Options* given, int ranks_now) {
     Options o = *given;
-    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; total: with activations of -b %lld; largest: the most "
+    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; total: with activations of -b %lld; "
+           "largest: the most "
            "layers that %g MB hold\n",
            o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch, o.device_mb);
-    printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state", "scratch",
-           "total", "largest -L");
+    printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
+           "scratch", "total", "largest -L");
     for (int stage = 0; stage <= 3; stage++)
         for (int ranks = 1; ranks <= 1024; ranks *= 2) {
             ZeroPlan plan;
@@ -638,9 +644,9 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
             ZERO_TRY(plan_layers(&o, o.layers, ranks, &plan, &bytes));
             ZERO_TRY(plan_largest(&o, ranks, &largest));
             printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %9s%lld%s\n", stage, ranks,
-                   1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes, 1e-6 * (double)plan.state_bytes,
-                   1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, "", largest,
-                   stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
+                   1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
+                   1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, "",
+                   largest, stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
         }
     return zero_ok();
 }

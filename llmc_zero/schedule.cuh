@@ -47,6 +47,9 @@ typedef struct ZeroPlanChoice {
     int held_units_count;
 } ZeroPlanChoice;
 
+/* Scratch for what arrives of gradients: an eighth of a bucket, in these bounds, and at most half of it; but at least 256
+   bytes from each of the others. */
+#define ZERO_SCRATCH_BYTES_MIN ((size_t)1 << 20)
 #define ZERO_SCRATCH_BYTES_MAX ((size_t)32 << 20)
 #define ZERO_NORM_BLOCKS_MAX 1024 /* partial sums of squares, one a block: one wave on a large GPU */
 
@@ -187,9 +190,10 @@ static inline ZeroResult zero_schedule(ZeroSchedule* s, const ZeroLayout* layout
         if (layout->buckets[b].count > largest) largest = layout->buckets[b].count;
     s->piece_count = largest;
     if (!ordered && !s->sums_gather) return zero_ok();
-    /* at most half of a bucket and 32 MB; at least a piece of `align` elements from each of the others, in fp32 */
-    limit = largest * bytes / 2;
+    limit = largest * bytes / 8;
+    if (limit < ZERO_SCRATCH_BYTES_MIN) limit = ZERO_SCRATCH_BYTES_MIN;
     if (limit > ZERO_SCRATCH_BYTES_MAX) limit = ZERO_SCRATCH_BYTES_MAX;
+    if (limit > largest * bytes / 2) limit = largest * bytes / 2;
     s->piece_count = limit / (others * bytes) / layout->align * layout->align;
     if (s->piece_count < layout->align) s->piece_count = layout->align;
     s->scratch_bytes = s->piece_count * others * bytes;

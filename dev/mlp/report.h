@@ -205,7 +205,8 @@ static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, siz
         if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
         if (result.code == ZERO_OK &&
             cudaMemcpy(host, params, segment->count * bytes, cudaMemcpyDeviceToHost) != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(cudaGetLastError()));
+            result =
+                zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(cudaGetLastError()));
         if (result.code == ZERO_OK)
             sum_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
     }
