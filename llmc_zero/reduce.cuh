@@ -82,7 +82,7 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS) zero_sum_kernel(con
 /* One launch on `stream`; none for a piece that is padding only. */
 static inline ZeroResult zero_sum_launch(const ZeroSum* s, cudaStream_t stream) {
     cudaLaunchConfig_t config =
-        zero_launch_config(zero_norm_blocks(s->piece.chunk_count), ZERO_BLOCK_THREADS, stream);
+        zero_launch_config(zero_sum_blocks(s->piece.chunk_count), ZERO_BLOCK_THREADS, stream);
     const size_t bytes = zero_dtype_bytes(s->dtype);
     const int aligned = zero_is_aligned(s->grads, bytes) && zero_is_aligned(s->others, bytes) &&
                         zero_is_aligned(s->sums, sizeof(float)) && s->grads_first % 4 == 0;

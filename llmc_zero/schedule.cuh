@@ -13,7 +13,8 @@
    what arrives from the others stays small. A piece is cut into the chunks of the chunk table.
 
    defines: ZeroAlgorithm, ZeroReduction, ZeroAccumulation, ZeroPlanChoice, ZeroSchedule, ZeroPiece, ZeroWindow,
-            zero_schedule, zero_walk_pieces, zero_walk_windows, zero_unit_span, zero_is_held, zero_norm_blocks
+            zero_schedule, zero_walk_pieces, zero_walk_windows, zero_unit_span, zero_is_held, zero_norm_blocks,
+            zero_sum_blocks
 */
 #ifndef LLMC_ZERO_SCHEDULE_CUH_INCLUDED
 #define LLMC_ZERO_SCHEDULE_CUH_INCLUDED
@@ -78,11 +79,16 @@ typedef struct ZeroWindow {
 typedef struct ZeroPiece {
     size_t flat_first, count;        /* elements */
     size_t chunk_first, chunk_count; /* of this rank's chunk table: those that have elements in it */
-    size_t partial_first;            /* its first partial sum; it has zero_norm_blocks(chunk_count) */
+    size_t partial_first;            /* its first partial sum; it has zero_sum_blocks(chunk_count) */
 } ZeroPiece;
 
 static inline size_t zero_norm_blocks(size_t chunks_count) {
     return chunks_count < ZERO_NORM_BLOCKS_MAX ? chunks_count : ZERO_NORM_BLOCKS_MAX;
+}
+
+/* Blocks of the sum kernel for a piece: each takes about four chunks, for a block's sum has its price, too. */
+static inline size_t zero_sum_blocks(size_t chunks_count) {
+    return zero_norm_blocks((chunks_count + 3) / 4);
 }
 
 static inline int zero_is_held(const ZeroPlanChoice* choice, int unit) {
@@ -232,7 +238,7 @@ static inline size_t zero_walk_pieces(const ZeroLayout* layout, int rank, size_t
                 pieces[count].chunk_count = chunk_end - chunk;
                 pieces[count].partial_first = *partials_count;
             }
-            *partials_count += zero_norm_blocks(chunk_end - chunk);
+            *partials_count += zero_sum_blocks(chunk_end - chunk);
             first = last;
         }
     }
