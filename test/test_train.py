@@ -101,10 +101,13 @@ def test_fewer_weights_than_ranks(ranks, tmp_path):
 
 
 def test_all_edges_are_counted():
-    assert (TOP / "llmc_zero/collectives.cuh").read_text().count("cudaStreamWaitEvent(") == 6
+    assert (TOP / "llmc_zero/collectives.cuh").read_text().count("cudaStreamWaitEvent(") == 11
 
 
-@pytest.mark.parametrize("flags,edges", [("-z 1", 6), ("-z 1 -O 0 -P bf16", 6), ("-z 0", 4), ("-z 0 -O 0 -U sgd", 4)])
+@pytest.mark.parametrize("flags,edges", [
+    ("-z 1", 6), ("-z 1 -O 0 -P bf16", 6), ("-z 0", 4), ("-z 0 -O 0 -U sgd", 4),
+    ("-z 1 -A micro -d 20", 7), ("-z 0 -A micro -R ordered -d 20 -P bf16", 7), ("-z 2 -d 20", 7),
+    ("-z 2 -O 0 -R ordered", 7), ("-z 3 -d 20", 7), ("-z 3 -R ordered -P bf16", 7)])
 def test_every_wait_is_needed(flags, edges, tmp_path):
     """Drops each cudaStreamWaitEvent of ours at every execution; some rush mode must then change the numbers. Past the
     last one, nothing changes and the runtime says so."""
@@ -119,6 +122,85 @@ def test_every_wait_is_needed(flags, edges, tmp_path):
     for outcome in outcomes[1 + edges * len(modes):]:
         assert outcome.bits() == outcomes[0].bits()
     assert f"no wait {edges + 1}" in printed and f"no wait {edges}\n" not in printed
+
+
+def ordered_lines(kinds, plans, modes, ranks, micros):
+    return [f"{mode} -z {stage} {SMALL} -x 4 -I own -G 0.5 -R ordered -A micro {kind} {plan} -d {5 * ranks * m}"
+            for kind in kinds for m in micros for plan in plans for mode in modes for stage in (0, 1, 2, 3)]
+
+
+ORDERED_KINDS = ("-P fp32", "-P bf16")
+ORDERED_PLANS = ("-K 0", "-K unit", "-K 0.05")
+
+
+def check_ordered(lines, ranks, groups, folder):
+    """Equal bits in each of so many groups, and different ones between types."""
+    outcomes, _ = run_lines(lines, ranks, folder, timeout=600)
+    check_ok(outcomes, lines)
+    size = len(lines) // groups
+    bits = []
+    for g in range(groups):
+        group = outcomes[g * size:(g + 1) * size]
+        assert len(set(outcome.bits() for outcome in group)) == 1, [o.summary["params_hash"] for o in group]
+        bits.append(group[0].bits())
+    assert len(set(bits)) == groups
+    assert min(outcomes[0].column("norm")) > 0.5, "the clip must be active"
+    return bits
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ordered_gives_the_same_bits_in_every_stage(ranks, tmp_path):
+    """A tenth of the matrix below: each stage, plan, type and number of micro-steps appears, and so does each mode."""
+    lines = []
+    for kind in ORDERED_KINDS:
+        every = ordered_lines((kind,), ORDERED_PLANS, STREAM_MODES, ranks, (4,))
+        lines += [line for i, line in enumerate(every) if (i % 20) % 4 == (i // 4) % 4 and (i // 20 + i) % 2 == 0]
+    check_ordered(lines, ranks, len(ORDERED_KINDS), tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micros", [1, 4])
+def test_ordered_matrix(ranks, micros, tmp_path):
+    for overlap in (0, 1):
+        lines = ordered_lines(ORDERED_KINDS, ORDERED_PLANS, STREAM_MODES + ["CUDA_CPU_STREAMS=rush:3"], ranks, (micros,))
+        lines = [line + f" -O {overlap}" for line in lines]
+        check_ordered(lines, ranks, len(ORDERED_KINDS), tmp_path / str(overlap))
+
+
+def test_ordered_does_not_depend_on_the_ring(tmp_path):
+    """A ring in another order, or exact sums in NCCL: the bits of -R ordered stay, those of -R nccl do not."""
+    rings = ["", "CUDA_CPU_NCCL_RING=2,0,3,1", "CUDA_CPU_NCCL_RING=3,2,1,0", "CUDA_CPU_NCCL=exact"]
+    lines = [f"{ring} -z {stage} {SMALL} -x 4 -I own -P bf16 -R {reduction} -A micro -d 40 -K 0.05"
+             for reduction in ("ordered", "nccl") for ring in rings for stage in (0, 1, 2, 3)]
+    outcomes, _ = run_lines(lines, 4, tmp_path)
+    check_ok(outcomes, lines)
+    half = len(lines) // 2
+    assert len(set(outcome.bits() for outcome in outcomes[:half])) == 1
+    assert len(set(outcome.bits() for outcome in outcomes[half:])) > 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nccl_gives_the_same_bits_in_every_stage_at_the_same_buckets(ranks, tmp_path):
+    """And -A micro with -R nccl; Adam(W), SGD, stochastic rounding."""
+    kinds = ["-U adamw -c 0.1", "-U sgd -M 0 -l 0.1 -P bf16 -w 0", "-U sgd -l 0.1 -P bf16"]
+    lines = [f"-z {stage} {SMALL} -x 3 -I own -A micro {kind} {plan} -d {10 * ranks} -O {overlap}" for kind in kinds
+             for plan in ("-K unit",) for overlap in (0, 1) for stage in (0, 1, 2, 3)]
+    outcomes, _ = run_lines(lines, ranks, tmp_path)
+    check_ok(outcomes, lines)
+    for i in range(0, len(lines), 8):
+        assert len(set(outcome.bits() for outcome in outcomes[i:i + 8])) == 1, lines[i]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_stages_2_and_3_of_few_weights(ranks, tmp_path):
+    """Case A1 in all stages: fewer weights than ranks, one layer only (no unit to prefetch), and two."""
+    lines = [f"-z {stage} -L {layers} -C {width} -b 2 -x 3 -I own -l 1e-2 -R ordered -A micro {kind}" for kind in TYPES.values()
+             for layers, width in ((1, 1), (2, 3), (1, 7)) for stage in (0, 1, 2, 3)]
+    outcomes, _ = run_lines(lines, ranks, tmp_path)
+    check_ok(outcomes, lines)
+    for i in range(0, len(lines), 4):
+        assert len(set(outcome.bits() for outcome in outcomes[i:i + 4])) == 1, lines[i]
 
 
 def test_a_build_without_the_reduction_fails(tmp_path):
@@ -140,11 +222,13 @@ def test_a_build_without_the_reduction_fails(tmp_path):
 
 
 def test_accumulation_and_ranks_are_equivalent(tmp_path):
-    """Cases C1, C2, C8, K1: 8 samples a step as (ranks x batch x micro-steps); SGD and a clip make a wrong factor show."""
+    """Cases C1, C2, C8, K1: 8 samples a step as (ranks x batch x micro-steps), in each stage; SGD and a clip make a wrong
+    factor show."""
     kinds = ["-U sgd -l 0.05 -M 0.9", "-U adamw -l 1e-3 -c 0.1 -G 0.2"]
     reference = {}
     for ranks, batch, total in ((1, 8, 8), (1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 2, 8), (3, 1, 9)):
-        lines = [f"-z {stage} -L 3 -C 33 -I split -x 6 -b {batch} -d {total} {kind}" for kind in kinds for stage in (0, 1)]
+        lines = [f"-z {stage} -L 3 -C 33 -I split -x 6 -b {batch} -d {total} {kind}" for kind in kinds
+                 for stage in (0, 1, 2, 3)]
         outcomes, _ = run_lines(lines, ranks, tmp_path / f"{ranks}-{batch}-{total}")
         check_ok(outcomes, lines)
         for i, outcome in enumerate(outcomes):
@@ -160,7 +244,8 @@ def test_accumulation_and_ranks_are_equivalent(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_nothing_moves_at_learning_rate_zero(ranks, tmp_path):
     """Case C4: the same batch and lr 0: loss and norm the same at each step, sharded or not."""
-    lines = [f"-z {stage} {SMALL} -l 0 -x 5 -I own -d {10 * ranks} {kind}" for kind in TYPES.values() for stage in (0, 1)]
+    lines = [f"-z {stage} {SMALL} -l 0 -x 5 -I own -d {10 * ranks} {kind}" for kind in TYPES.values()
+             for stage in (0, 1, 2, 3)]
     outcomes, _ = run_lines(lines, ranks, tmp_path)
     check_ok(outcomes, lines)
     for outcome in outcomes:
@@ -170,7 +255,7 @@ def test_nothing_moves_at_learning_rate_zero(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_run_that_blows_up_stops_in_words(ranks, tmp_path):
     """Cases D1, D3: gradients that are not finite skip on all ranks, are said, and end the run after the limit."""
-    lines = [f"-z {stage} {SMALL} -I own -U sgd -l 1e25 -x 100" for stage in (0, 1)]
+    lines = [f"-z {stage} {SMALL} -I own -U sgd -l 1e25 -x 100" for stage in (0, 1, 2, 3)]
     outcomes, printed = run_lines(lines, ranks, tmp_path)
     for outcome in outcomes:
         assert outcome.error and "20 steps in a row had gradients that are not finite" in outcome.error
@@ -178,40 +263,62 @@ def test_a_run_that_blows_up_stops_in_words(ranks, tmp_path):
 
 
 def test_twenty_equal_runs_are_equal(tmp_path):
-    lines = [f"-z 1 {SMALL} -x 3 -I own -K 0.05 -P bf16"] * 20
-    outcomes, _ = run_lines(lines, 3, tmp_path)
-    check_ok(outcomes, lines)
-    assert len(set(outcome.bits() for outcome in outcomes)) == 1
+    for kind in ("-z 1 -K 0.05", "-z 3 -R ordered -d 30"):
+        lines = [f"{kind} {SMALL} -x 3 -I own -P bf16"] * 20
+        outcomes, _ = run_lines(lines, 3, tmp_path / kind.split()[1])
+        check_ok(outcomes, lines)
+        assert len(set(outcome.bits() for outcome in outcomes)) == 1
 
 
-def test_memory_follows_the_plan(tmp_path):
-    """State falls to 1/N up to padding; what is held is what --plan says."""
-    flags = "-L 4 -C 256 -b 4"
-    plan = run(["./train_mlp", "--plan"] + flags.split(), ranks=1).out
-    rows = {(int(row[0]), int(row[1])): [float(x) for x in row[2:7]] for row in (line.split() for line in plan.splitlines())
-            if len(row) >= 7 and row[0] in ("0", "1")}
+def plan_rows(flags):
+    out = run(["./train_mlp", "--plan"] + flags.split(), ranks=1).out
+    return {(int(row[0]), int(row[1])): [float(x) for x in row[2:8]] for row in (line.split() for line in out.splitlines())
+            if len(row) >= 8 and row[0] in ("0", "1", "2", "3")}
+
+
+@pytest.mark.parametrize("kind", ["", "-P bf16 -R ordered", "-P bf16 -w 0 -A micro -K 0.05 -O 0", "-U sgd -R ordered -K unit"])
+def test_memory_follows_the_plan(kind, tmp_path):
+    """What is held in each stage is what --plan says, within 1%, activations included; state falls to 1/N up to padding."""
+    flags = f"-L 4 -C 256 -b 4 {kind}"
+    rows = plan_rows(flags)
+    assert len(rows) == 4 * 11
     for ranks in (1, 2, 4):
-        outcomes, _ = run_lines([f"-z {stage} {flags}" for stage in (0, 1)], ranks, tmp_path / str(ranks))
+        outcomes, _ = run_lines([f"-z {stage} {flags}" for stage in (0, 1, 2, 3)], ranks, tmp_path / str(ranks))
         for stage, outcome in enumerate(outcomes):
-            params, grads, state, scratch, total = rows[stage, ranks]
-            assert relative(outcome.summary["optimizer_state_mb"], state) < 1e-2
+            params, grads, state, scratch, total, _ = rows[stage, ranks]
+            assert relative(outcome.summary["optimizer_state_mb"], state) < 1e-2 or state == 0
+            assert relative(outcome.summary["peak_mb"][0], params + scratch) < 1e-2
             assert relative(outcome.summary["peak_mb"][1], params + grads + scratch) < 1e-2
-        assert relative(outcomes[1].summary["optimizer_state_mb"] * ranks, outcomes[0].summary["optimizer_state_mb"]) < 1e-2
+            assert relative(outcome.summary["peak_mb"][3], total) < 1e-2
+        for outcome in outcomes[1:]:
+            assert relative(outcome.summary["optimizer_state_mb"] * ranks, outcomes[0].summary["optimizer_state_mb"]) < 1e-2
+
+
+def test_the_largest_model_of_the_plan_fits(tmp_path):
+    """--plan's last column: so many layers fit into --memory, one more does not."""
+    flags = "-C 64 -b 4 --memory 20"
+    for (stage, ranks), row in plan_rows(flags).items():
+        if ranks > 2:
+            continue
+        totals = [plan_rows(f"-L {int(row[5]) + more} {flags}")[stage, ranks][4] for more in (0, 1)]
+        assert totals[0] <= 20 < totals[1], (stage, ranks, row, totals)
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """The recipe itself, on two ranks, off and on."""
+    """The recipe itself, on two ranks, in each stage."""
     folder = tmp_path_factory.mktemp("recipe")
-    for stage in (0, 1):
+    for stage in (0, 1, 2, 3):
         run(["./train_mlp", "-z", str(stage), "-o", str(folder / f"z{stage}")], ranks=2, timeout=120)
     yield [(json.loads((folder / f"z{stage}/summary.json").read_text()), (folder / f"z{stage}/main.log").read_text())
-           for stage in (0, 1)]
+           for stage in (0, 1, 2, 3)]
     shutil.rmtree(folder)
 
 
 def test_recipe_sum_and_memory(recipe):
-    (off, off_log), (on, on_log) = recipe
+    (off, off_log), (on, on_log), (grads, _), (params, _) = recipe
+    assert grads["params_sum"] == params["params_sum"] == on["params_sum"]
+    assert grads["peak_mb"][3] <= 845 and params["peak_mb"][3] <= 715
     assert off["params_sum"] == on["params_sum"] and off["params_hash"] == on["params_hash"] and off_log == on_log
     assert abs(on["params_sum"] + 3453.53) < 0.5
     assert relative(on["loss"], 0.989549041) < 5e-6
