@@ -7,6 +7,7 @@ starts of its own.
 """
 
 import json
+import random
 import re
 import shlex
 import shutil
@@ -391,13 +392,36 @@ def test_sigterm_saves_and_ends(program, tmp_path):
     step = int(re.search(r"stopped by a signal after step (\d+), which is saved: -y 1 resumes", outputs[0][0])[1])
     assert (folder / f"DONE_{step:08}").exists() and len((folder / "main.log").read_text().split("\n")) == step + 1
     (folder / "id").unlink()
-    end, every = step + 6, max(2, step - 1)   # a multiple of -n would be kept by llm.c's count
-    ranks = start("-x", str(end), "-n", str(every), "-y", "1", "-nk", "1")
+    end = step + 9
+    ranks = start("-x", str(end), "-n", "3", "-y", "1", "-nk", "1")
     outputs = [process.communicate(timeout=60) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0] and f"resumed from step {step}" in outputs[0][0]
+    assert not list(folder.glob(f"*_{step:08}*"))
     straight = run_lines(program("fp32"), 2, tmp_path, [f"-z 1 -x {end} -n {end}"])[0]
     assert (folder / "main.log").read_text() == straight.log
     assert state_of(folder / f"step_{end:08}.safetensors") == straight.state(end)
+
+
+@slow
+def test_kill_at_random_moments(program, tmp_path):
+    """Of a run that does little but save: never a bad file under a good name, never more than one interval lost."""
+    rng, folder, saved = random.Random(1), tmp_path / "o", 0
+    folder.mkdir()
+    for _ in range(30):
+        (folder / "id").unlink(missing_ok=True)
+        words = [program("fp32"), *DEFAULT.split(), "-z", "1", "-x", "100000", "-n", "1", "-nk", "2", "-y", "1", "-o", folder,
+                 "-pi", "fs", "-pf", folder, "-pn", "2"]
+        ranks = [subprocess.Popen([*words, "-pr", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                 for rank in (0, 1)]
+        time.sleep(0.3 + 0.4 * rng.random())
+        for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
+            process.kill()
+        out = [process.communicate(timeout=60) for process in ranks][0][0]
+        resumed = re.search(r"resumed from step (\d+)", out)
+        assert "passed over" not in out and (not resumed or int(resumed[1]) >= saved), out
+        done = [int(path.name[5:]) for path in folder.glob("DONE_*")]
+        saved = max(done, default=0)
+    assert saved > 20
 
 
 # ---- refused
