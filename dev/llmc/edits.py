@@ -295,7 +295,7 @@ def edit_free(plan):
     plan.before(source.statement(call.start), f"zero_gpt2_finish({main_model(source)});")
 
 
-@edit("state files", TRAINER, "save_state, load_state: one file for all ranks; what is not an array goes through memory")
+@edit("state files", TRAINER, "save_state, load_state: one file of all ranks; all but the arrays goes through memory")
 def edit_state_files(plan):
     source = plan.source
     for name, write in (("save_state", True), ("load_state", False)):
@@ -312,7 +312,8 @@ def edit_state_files(plan):
         plan.change(opening.start, opening.end, f"zero_gpt2_state_begin({model})")
         for said in source.calls("printf", Span(function.body.start, opening.start), filename):
             plan.replace(source.statement(said.start), "")   # says the name of another file
-        closing = source.find(r"\bfclose(?:Check)?\s*\(\s*(\w+)\s*\)", function.body, "where save_state closes its file")
+        closing = source.find(r"\bfclose(?:Check)?\s*\(\s*(\w+)\s*\)", function.body,
+                              "where save_state closes its file")
         plan.change(*closing.span(), f"zero_gpt2_state_end({model}, {closing[1]}, {filename}, {step}, {loader})")
 
 

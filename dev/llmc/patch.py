@@ -73,8 +73,9 @@ def third_party():
         for path in [place / name, *(path for pattern in others for path in sorted(place.glob(pattern)))]:
             files[f"third_party/{path.relative_to(place)}"] = read(path)
     if missing:
-        raise Problem(f"{' and '.join(missing)}: not found in {', '.join(map(str, places))}. Checkpoints need it: install it, "
-                      "or run dev/deps.sh, which needs no root, or name a folder that has it in CPATH. Nothing was changed.")
+        raise Problem(f"{' and '.join(missing)}: not found in {', '.join(map(str, places))}. Checkpoints need it: "
+                      "install it, or run dev/deps.sh, which needs no root, or name a folder that has it in CPATH. "
+                      "Nothing was changed.")
     return files
 
 
