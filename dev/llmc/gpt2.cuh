@@ -12,6 +12,7 @@
      gpt2_update                zero_gpt2_update
      gpt2_forward (the next)    zero_gpt2_param
    A step whose gpt2_update is left out (llm.c's outlier rule) is dropped when the next one begins.
+   Checkpoints, resuming and SIGTERM: gpt2_checkpoint.cuh.
 
    llm.c's way with errors is kept: a call that fails prints one line and ends the program, the other ranks with it.
 */
