@@ -73,7 +73,7 @@ UNITS      := $(UNIT_FILES:test/%.cu=build/test/%) $(FAST_UNITS:%=build/test/%_f
 # is made from build/llmc/src/train_gpt2.cu, or FROM=another folder. NO_MULTI_GPU=1 as in llm.c.
 PRECISION ?= BF16
 FROM ?= build/llmc/src
-LLMC_FLAGS = --use_fast_math -std=c++17 -O3 $(DEVICE_FLAGS) -DENABLE_$(PRECISION)
+LLMC_FLAGS = --use_fast_math -std=c++17 -O3 $(DEVICE_FLAGS) -DENABLE_$(PRECISION) -I$(FROM)/llmc_zero/third_party
 LLMC_LIBS  = -lcublas -lcublasLt $(NVML_LIBS)
 ifndef NO_MULTI_GPU
   LLMC_FLAGS += -DMULTI_GPU $(if $(MPI_FLAGS),-DUSE_MPI $(MPI_FLAGS)) $(NCCL_FLAGS)

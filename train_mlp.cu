@@ -201,7 +201,9 @@ static ZeroResult mlp_draw_data(Mlp* mlp, TorchRandom* random) {
     for (size_t row = 0; row < 2 * data_sets(mlp) && result.code == ZERO_OK; row++) {
         torch_normal(random, host, mlp->row_count);
         const size_t bytes = narrow(mlp, host, mlp->row_count);
-        if (cudaMemcpy(row_at(mlp, mlp->data, row), host, bytes, cudaMemcpyHostToDevice) != cudaSuccess)
+        if (cudaMemcpyAsync(row_at(mlp, mlp->data, row), host, bytes, cudaMemcpyHostToDevice, mlp->stream) !=
+                cudaSuccess ||
+            cudaStreamSynchronize(mlp->stream) != cudaSuccess)
             result = zero_error(ZERO_ERROR_CUDA, "copying data: %s", cudaGetErrorString(cudaGetLastError()));
     }
     free(host);

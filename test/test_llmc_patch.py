@@ -83,8 +83,9 @@ def test_patch_twice_and_back(tree, patch):
     for file in CHANGED:
         assert f"\n{file}: " in "\n" + said and (tree / file).read_bytes() != (SMALL / file).read_bytes()
         assert (tree / "llmc_zero/unpatched" / file).read_bytes() == (SMALL / file).read_bytes()
-    for header in [*TOP.glob("llmc_zero/*.cuh"), TOOL / "gpt2.cuh"]:
+    for header in [*TOP.glob("llmc_zero/*.cuh"), *TOOL.glob("*.cuh")]:
         assert (tree / "llmc_zero" / header.name).read_bytes() == header.read_bytes()
+    assert all((tree / "llmc_zero/third_party" / name).exists() for name in ("xxhash.h", "nlohmann/json.hpp"))
     patched = snapshot(tree)
     code, said = patch()
     assert (code, snapshot(tree)) == (0, patched) and "patched already" in said
@@ -212,7 +213,8 @@ def test_headers_are_replaced_by_new_ones(tree, patch, monkeypatch):
     before = snapshot(tree)
     assert patch("--check")[0] == 0 and snapshot(tree) == before
     assert patch()[0] == 0
-    assert {path.name: path.read_bytes() for path in tree.glob("llmc_zero/*.cuh")} == new
+    cuh = {name: data for name, data in new.items() if name.endswith(".cuh")}
+    assert {path.name: path.read_bytes() for path in tree.glob("llmc_zero/*.cuh")} == cuh
     assert patch("--revert")[0] == 0 and contents(tree) == contents(SMALL)
 
 
@@ -230,6 +232,40 @@ def test_headers_changed_by_hand_stay(tree, patch, monkeypatch):
             assert "llmc_zero/gpt2.cuh was changed by hand: left" in said
     assert [path.name for path in (tree / "llmc_zero").iterdir()] == ["gpt2.cuh"]
     assert all((tree / file).read_bytes() == (SMALL / file).read_bytes() for file in CHANGED)
+
+
+def test_headers_of_others_come_from_where_the_compiler_finds_them(tree, patch, monkeypatch, tmp_path):
+    """What is missing is named, with what to install; nothing is changed."""
+    before = snapshot(tree)
+    is_file = tool.Path.is_file
+    monkeypatch.setattr(tool.Path, "is_file", lambda path: path.name != "xxhash.h" and is_file(path))
+    code, said = patch()
+    assert code == 1 and snapshot(tree) == before and "xxhash.h (Debian's libxxhash-dev): not found in" in said
+    assert "json" not in said and "Nothing was changed." in said
+    assert patch("--mends-only")[0] == 0 and patch("--revert")[0] == 0
+    monkeypatch.setattr(tool.Path, "is_file", is_file)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/xxhash.h").write_text("// another version")
+    monkeypatch.setenv("CPATH", str(tmp_path / "own"))
+    assert patch()[0] == 0
+    assert (tree / "llmc_zero/third_party/xxhash.h").read_text() == "// another version"
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("NVCC_FLAGS = -O3\nNVCC_INCLUDES =\n\nall:\n",
+     "NVCC_FLAGS = -O3\nNVCC_INCLUDES = -Illmc_zero/third_party\n\nall:\n"),
+    ("NVCC_FLAGS := -O3 -t=0\r\n# it's\r\n", "NVCC_FLAGS := -O3 -t=0 -Illmc_zero/third_party\r\n# it's\r\n"),
+    ("CFLAGS = -O3\n", None)])
+def test_the_makefile_gets_the_include_path(tree, patch, text, expected):
+    """The small trainer has none."""
+    (tree / "Makefile").write_bytes(text.encode())
+    before = snapshot(tree)
+    code, said = patch()
+    if expected is None:
+        assert code == 1 and snapshot(tree) == before and "Makefile: edit 'include path': NVCC_INCLUDES = or" in said
+        return
+    assert code == 0 and (tree / "Makefile").read_bytes() == expected.encode()
+    assert patch("--revert")[0] == 0 and (tree / "Makefile").read_bytes() == text.encode()
 
 
 @pytest.mark.parametrize("record", [None, "", "{}", '{"version": 2}', "[1]", '{"version": 1}',
@@ -250,7 +286,7 @@ def test_a_folder_that_somebody_else_made(tree, patch, record):
 
 HAND = [("train_gpt2.cu", r"(?m)^void gpt2_free", "// by hand\nvoid gpt2_free"),
         ("train_gpt2.cu", r"int main\(", "static int by_hand;\nint main("),
-        ("train_gpt2.cu", r"(?m)^(        loader_next\(&data\);|            loader_next\(&data\);)\n", ""),
+        ("train_gpt2.cu", r"(?m)^ {8}(?: {4})?dataloader_next_batch\(&data\);\n", ""),
         ("train_gpt2.cu", r"\Z", "\n// the end"),
         ("llmc/zero.cuh", r"\A", "// the start\n"),
         ("llmc/logger.h", r"if \(!log->name\[0\]\) return;", "if (log->name[0] == 0) return;")]
@@ -377,8 +413,19 @@ ANCHORS = {
     "free": [(*named("gpt2_free"), "the definition of gpt2_free"),
              (*named("multi_gpu_config_free"), "the call of multi_gpu_config_free"),
              (r"\bmain\(", "start(", "the definition of main")],
+    "checkpoints": [(*named("find_max_step"), "the call of find_max_step"),
+                    (*named("write_checkpoint"), "the definition of write_checkpoint"),
+                    (*named("delete_checkpoint"), "the definition of delete_checkpoint")],
+    "stop": [(r"\|\| last_step\)", "|| step == steps)", "last_step in the condition of write_checkpoint"),
+             (r"if \(last_step\) break", "if (step == steps) break", "if (last_step) break"),
+             (r"            write_checkpoint\(", "            keep_all(", "the call of write_checkpoint")],
+    "include path": [],
     "state files": [(*named("save_state"), "the definition of save_state"),
                     (*named("load_state"), "the definition of load_state"),
+                    (r"FILE\* out = fopenCheck\(name, \"wb\"\);\s+int header", "FILE* out = open_it(name); int header",
+                     "the call of fopenCheck"),
+                    (r"(sizeof data->shuffle_rng, 1, out\);\s+\}\s+)fclose\(out\)", r"\1shut(out)",
+                     "where save_state closes its file"),
                     (*named("m_memory"), "with m_memory"),
                     (r"if \( gpt->use_master_weights \)", "if (true)", "an if on use_master_weights"),
                     (r"size_t shard_num_parameters = \(&multi_gpu_config\)->",
@@ -751,4 +798,5 @@ def test_files_restored_by_hand_at_another_version(tree, patch):
 
 
 def files_of_all():
-    return sorted({e.file for e in edits.EDITS} | {file for m in edits.MENDS for file in m.files})
+    files = {e.file for e in edits.EDITS} | {file for m in edits.MENDS for file in m.files}
+    return sorted(file for file in files if (SMALL / file).exists())

@@ -6,11 +6,16 @@ runs them in turn, and they find each other through a folder (-pi fs). What has 
 starts of its own.
 """
 
+import json
+import random
 import re
 import shlex
 import shutil
+import signal
+import struct
 import subprocess
 import sys
+import time
 import numpy
 import pytest
 
@@ -21,7 +26,8 @@ C = 23   # channels, in all runs that do not say otherwise
 SIZES = [128 * C, 48 * C, *(2 * n for n in (C, C, 3 * C * C, 3 * C, C * C, C, C, C, 4 * C * C, 4 * C,
                                             4 * C * C, C)),
          C, C]
-MODEL_HEADER, STATE_HEADER, OUR_HEADER = 32, 64, 80   # bytes; ours follows that of the trainer
+NAMES = "wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb".split()
+MODEL_HEADER, STATE_HEADER = 32, 1024   # bytes
 
 
 def mpi(what):
@@ -84,12 +90,12 @@ class Outcome:
         models = sorted(folder.glob("model_*.bin"))
         self.model = models[-1].read_bytes() if models else None
 
-    def state(self, step, rank):
-        return (self.folder / f"state_{step:08}_{rank:05}.bin").read_bytes()
+    def checkpoint(self, step):
+        return self.folder / f"step_{step:08}.safetensors"
 
-    def arrays(self, step, rank):
-        """m, v and masters in a state file, with the patch's header; without step and place in the data."""
-        return self.state(step, rank)[STATE_HEADER:-4]
+    def state(self, step):
+        """(names, types, shapes; the bytes of all tensors) of a checkpoint."""
+        return state_of(self.checkpoint(step))
 
     def column(self, name):
         return [float(value) for value in re.findall(rf"\b{name}:(\S+)", self.log)]
@@ -97,6 +103,18 @@ class Outcome:
     @property
     def bits(self):
         return self.log, self.model
+
+
+def header_of(path):
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8:8 + length]), data[8 + length:]
+
+
+def state_of(path):
+    header, data = header_of(path)
+    del header["__metadata__"]
+    return header, data
 
 
 DEFAULT = "-b 2 -t 9 -x 4 -n 4"
@@ -164,14 +182,9 @@ def test_stage_1_gives_the_bits_of_stage_0(program, tmp_path, ranks, precision):
 
 def test_state_is_shared_out(program, tmp_path):
     zero, one = run_lines(program("fp32"), 4, tmp_path, ["-z 0", "-z 1"])
-    sizes = [len(outcome.state(4, rank)) for outcome in (zero, one) for rank in range(4)]
-    assert len(set(sizes[:4])) == 1
-    # m, v and, with -w 1, the own parameters
-    assert sum(sizes[4:]) - sum(sizes[:4]) / 4 < 4 * 500 < sizes[0] / 50
-    states = [zero.arrays(4, rank) for rank in range(4)]
-    assert states[0] == states[1] == states[2] == states[3]
     per_rank = [int(re.search(r"m \+ v (\d+) ", outcome.out)[1]) for outcome in (zero, one)]
     assert per_rank[1] * 4 == per_rank[0] >= 2 * 4 * sum(SIZES)
+    assert zero.state(4) == one.state(4) and not list(zero.folder.glob("state_*"))
 
 
 def test_orders_of_execution(program, tmp_path):
@@ -225,56 +238,268 @@ def test_model_files_are_the_same_to_both(program, tmp_path):
 
 # ---------------------------------------------------------------------------- save, resume
 
+def continued(folder, start, step):
+    """A copy of a run's folder, as if it had ended at a step."""
+    shutil.copytree(start.folder, folder, ignore=shutil.ignore_patterns("id", "out.*"))
+    for path in folder.iterdir():
+        number = re.search(r"_(\d{8})", path.name)
+        if number and int(number[1]) > step:
+            path.unlink()
+    return folder
+
+
 @pytest.mark.parametrize("precision, ranks", [("fp32", 1), ("fp32", 3), ("bf16", 2)])
 def test_resuming_changes_no_bit(program, tmp_path, precision, ranks):
-    cases = [f"{flags} {tokens(ranks, 2)}"
-             for flags in ("-z 0 -K unit", "-z 1 -K 0.01 -w 0", "-z 1 -K unit", "-z 1 -K unit")]
-    lines = []
-    for case in cases:
-        lines += [f"{case} -x 8 -n 8", f"{case} -x 5 -n 5"]
-    outcomes = run_lines(program(precision), ranks, tmp_path, lines)
+    """The log, the model, and all of the checkpoint; -i 1: with shuffled data, over the end of a file of it."""
+    cases = [f"{flags} -n 5 -x 12 {tokens(ranks, 2)}"
+             for flags in ("-z 0 -K unit", "-z 1 -K 0.01 -w 0 -i 1", "-z 1 -K unit -i 1")]
+    cases.append(f"-z 1 -n 5 -x 12 {tokens(ranks, 54)}")   # in order, over the end of a file
+    straight = run_lines(program(precision), ranks, tmp_path, cases)
     resumed = tmp_path / "resumed"
-    lines = []
-    for i, case in enumerate(cases):
-        folder = resumed / f"{ranks} ranks, line {i}"
-        shutil.copytree(outcomes[2 * i + 1].folder, folder, ignore=shutil.ignore_patterns("id", "out.*"))
-        drop_masters = precision == "fp32" and i == 3   # the file has a third array, which is passed over
-        lines.append(f"{case} -x 8 -n 8 -y 1" + (" -w 0" if drop_masters else ""))
-    after = run_lines(program(precision), ranks, resumed, lines)
-    for case, line, straight, again in zip(cases, lines, outcomes[::2], after):
-        assert straight.bits == again.bits, case
-        if ("-w 0" in case) == ("-w 0" in line):
-            assert all(straight.state(8, rank) == again.state(8, rank) for rank in range(ranks)), case
+    for i, outcome in enumerate(straight):
+        continued(resumed / f"{ranks} ranks, line {i}", outcome, 10 if i == 1 else 5)
+    after = run_lines(program(precision), ranks, resumed, [f"{case} -y 1" for case in cases])
+    for case, outcome, again in zip(cases, straight, after):
+        assert "resumed from step" in again.out, again.out
+        assert outcome.bits == again.bits, case
+        assert outcome.checkpoint(12).read_bytes() == again.checkpoint(12).read_bytes(), case
+
+
+@pytest.mark.parametrize("shuffled", [0, 1])
+def test_other_ranks_stages_and_buckets(program, tmp_path, shuffled):
+    """4 -> 3 -> 1 -> 4 ranks. A step takes 216 tokens, whoever takes them: in order, losses are those of one run."""
+    case = f"-d 216 -n 3 -x 12 -i {shuffled}"
+    straight = run_lines(program("fp32"), 4, tmp_path, [f"{case} -z 1"])[0]
+    last = straight
+    for turn, (ranks, flags, step) in enumerate([(3, "-z 1 -K 0", 3), (1, "-z 0", 6), (4, "-z 0 -K 0.02", 9)]):
+        base = tmp_path / str(turn)
+        before = state_of(last.checkpoint(step))
+        continued(base / f"{ranks} ranks, line 0", last, step)
+        last = run_lines(program("fp32"), ranks, base, [f"{case} {flags} -y 1"])[0]
+        assert state_of(last.checkpoint(step)) == before
+        said = f"resumed from step {step} in {last.checkpoint(step)}, written by {[4, 3, 1][turn]} ranks"
+        assert said + ("; shuffled data goes on at the same place" if shuffled else "\n") in last.out
+    assert last.log.count("\n") == 12
+    losses = [outcome.column("trl") for outcome in (straight, last)]
+    if not shuffled:
+        assert numpy.allclose(*losses, rtol=1e-5, atol=0)
+    header, _ = header_of(last.checkpoint(12))
+    assert header["__metadata__"]["samples"] == str(12 * 216 // 9) and header["__metadata__"]["t"] == "12"
+    assert max(losses[1]) < 6
+
+
+def test_other_precision(program, tmp_path):
+    """fp32 -> bf16 with masters -> fp32; bf16 without masters is another thing."""
+    first = run_lines(program("fp32"), 2, tmp_path, ["-z 1"])[0]
+    continued(tmp_path / "b/2 ranks, line 0", first, 4)
+    second = run_lines(program("bf16"), 2, tmp_path / "b", ["-z 0 -x 8 -y 1"])[0]
+    assert "saved in fp32, loaded into bf16 with fp32 masters" in second.out
+    continued(tmp_path / "c/2 ranks, line 0", second, 8)
+    third = run_lines(program("fp32"), 2, tmp_path / "c", ["-z 1 -x 12 -y 1"])[0]
+    assert "saved in bf16 with fp32 masters, loaded into fp32" in third.out
+    straight = run_lines(program("fp32"), 2, tmp_path / "d", ["-z 1 -x 12"])[0]
+    assert numpy.allclose(third.column("trl"), straight.column("trl"), rtol=0, atol=0.05)
+    folder = continued(tmp_path / "e", second, 8)
+    result = run([program("bf16"), *DEFAULT.split(), *"-w 0 -x 12 -y 1 -pi fs".split(), "-o", folder, "-pf", folder],
+                 check=False)
+    assert result.code != 0 and "type: the file has bf16 with fp32 masters" in result.err
+
+
+def test_tensors_have_their_shapes(program, tmp_path):
+    outcome = run_lines(program("fp32"), 2, tmp_path, ["-z 1"])[0]
+    header, data = outcome.state(4)
+    assert {name for name in header} == {name + part for name in NAMES for part in ("", ".exp_avg", ".exp_avg_sq")}
+    shapes = {name: header[name]["shape"] for name in NAMES}
+    assert shapes["wte"] == [128, C] and shapes["qkvw"] == [2, 3 * C, C] and shapes["qkvb"] == [2, 3 * C]
+    assert shapes["fcprojw"] == [2, C, 4 * C] and shapes["lnfb"] == [C] and shapes["fcw"] == [2, 4 * C, C]
+    assert data[:4 * sum(SIZES)] == outcome.model[MODEL_HEADER:]   # llm.c's order
+    said = run([sys.executable, TOP / "dev/checkpoint.py", "verify", outcome.checkpoint(4)]).out
+    assert "step_00000004" in said
+
+
+# ---- the newest that is whole, rotation, signals
+
+def resume(program, ranks, folder, *flags, **more):
+    words = [program("fp32"), *DEFAULT.split(), *flags, "-y", "1", "-o", folder]
+    return run(words, ranks=ranks, timeout=30, check=False, **more)
 
 
 @pytest.fixture(scope="module")
 def saved(program, tmp_path_factory):
-    """A run of two ranks, -z 1, that has saved step 2; and one without the patch."""
-    folder = tmp_path_factory.mktemp("saved")
-    ours = run_lines(program("fp32"), 2, folder, ["-z 1 -x 2 -n 2 -K unit"])[0].folder
-    theirs = run_lines(program("mended"), 2, folder / "theirs", ["-x 2 -n 2"])[0].folder
-    return ours, theirs
+    """A run of two ranks that has saved steps 1 to 4."""
+    return run_lines(program("fp32"), 2, tmp_path_factory.mktemp("saved"), ["-z 1 -n 1"])[0]
 
 
-REFUSED = [(2, "-z 0", "the state file is of -z 1, 2 ranks"),
-           (2, "-z 1 -K 0", "resume with the same -z, -K and ranks"),
-           (1, "-z 1", "this run has -z 1, 1 ranks"), (2, "theirs", "written by llm.c without llmc_zero"),
-           (2, "-z 1 -K unit, one rank", "the state file is of -z 7, 2 ranks")]
+def test_the_newest_whole_checkpoint_is_taken(program, saved, tmp_path):
+    folder = continued(tmp_path / "o", saved, 4)
+    data = bytearray(saved.checkpoint(4).read_bytes())
+    data[-100] ^= 1
+    (folder / "step_00000004.safetensors").write_bytes(data)                                        # a bit
+    (folder / "step_00000003.safetensors").write_bytes(saved.checkpoint(3).read_bytes()[:-1])      # cut off
+    (folder / "step_00000007.safetensors").write_bytes(saved.checkpoint(2).read_bytes())           # no DONE
+    (folder / "DONE_00000009").write_text("")                                                       # alone
+    result = resume(program, 2, folder, "-z", "1", "-n", "1")
+    assert result.code == 0, result.err
+    reasons = re.findall("passed over: (.*)", result.out)
+    assert len(reasons) == 3 and "DONE_00000009 stands there alone" in reasons[0]
+    assert "step_00000004" in reasons[1] and "damaged" in reasons[1] and "step_00000003" in reasons[2]
+    assert "resumed from step 2" in result.out
+    assert (folder / "main.log").read_text() == saved.log
+    assert state_of(folder / "step_00000004.safetensors") == saved.state(4)
+    for step in range(1, 5):
+        (folder / f"step_{step:08}.safetensors").write_bytes(b"no longer")
+    result = resume(program, 2, folder)
+    assert result.code != 0 and "none of 5 checkpoints" in result.err and "to begin anew" in result.err
 
 
-@pytest.mark.parametrize("ranks, flags, message", REFUSED)
-def test_resuming_what_does_not_fit_is_refused(program, saved, tmp_path, ranks, flags, message):
-    folder = shutil.copytree(saved[flags == "theirs"], tmp_path / "o")
-    if "one rank" in flags:   # the other one must not wait for ever
-        data = bytearray((folder / "state_00000002_00001.bin").read_bytes())
-        data[STATE_HEADER + 16] = 7
-        (folder / "state_00000002_00001.bin").write_bytes(data)
-    flags = flags.removesuffix(", one rank").replace("theirs", "").split()
+def test_a_temporary_file_of_a_broken_save_goes(program, saved, tmp_path):
+    folder = continued(tmp_path / "o", saved, 2)
+    (folder / "step_00000003.safetensors.tmp").write_bytes(b"torn")
+    assert resume(program, 2, folder, "-z", "1").code == 0
+    assert not list(folder.glob("*.tmp")) and state_of(folder / "step_00000004.safetensors") == saved.state(4)
+
+
+def test_rotation(program, tmp_path):
+    outcome = run_lines(program("fp32"), 2, tmp_path, ["-x 7 -n 2 -nk 2"])[0]
+    names = {path.name for path in outcome.folder.iterdir()}
+    for prefix, end in (("step", ".safetensors"), ("model", ".bin"), ("DONE", "")):
+        expected = {f"{prefix}_{step:08}{end}" for step in (4, 6, 7)}
+        assert {name for name in names if name.startswith(prefix)} == expected
+
+
+def test_a_save_that_fails_ends_the_run_and_keeps_the_older(program, saved, tmp_path):
+    folder = continued(tmp_path / "o", saved, 2)
+    (folder / "step_00000004.safetensors.tmp").mkdir()   # in the way
+    result = resume(program, 2, folder, "-z", "1")
+    assert result.code != 0 and "is in the way" in result.err
+    assert not (folder / "DONE_00000004").exists() and state_of(folder / "step_00000002.safetensors") == saved.state(2)
+
+
+def test_sigterm_saves_and_ends(program, tmp_path):
+    """One rank gets it; both stop behind the same step. The checkpoint, between two of -n, is rotated, too."""
+    folder = tmp_path / "o"
+    folder.mkdir()
+
+    def start(*flags):
+        words = [program("fp32"), *DEFAULT.split(), *"-z 1 -pi fs -pn 2".split(), "-o", folder, "-pf", folder, *flags]
+        return [subprocess.Popen([*words, "-pr", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                for rank in (0, 1)]
+
+    ranks = start("-x", "100000", "-n", "100000")
+    while "s:5 " not in ((folder / "main.log").read_text() if (folder / "main.log").exists() else ""):
+        time.sleep(0.02)
+        assert ranks[0].poll() is None
+    ranks[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=30) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    step = int(re.search(r"stopped by a signal after step (\d+), which is saved: -y 1 resumes", outputs[0][0])[1])
+    assert (folder / f"DONE_{step:08}").exists() and len((folder / "main.log").read_text().split("\n")) == step + 1
+    (folder / "id").unlink()
+    end = step + 9
+    ranks = start("-x", str(end), "-n", "3", "-y", "1", "-nk", "1")
+    outputs = [process.communicate(timeout=60) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0] and f"resumed from step {step}" in outputs[0][0]
+    assert not list(folder.glob(f"*_{step:08}*"))
+    straight = run_lines(program("fp32"), 2, tmp_path, [f"-z 1 -x {end} -n {end}"])[0]
+    assert (folder / "main.log").read_text() == straight.log
+    assert state_of(folder / f"step_{end:08}.safetensors") == straight.state(end)
+
+
+@slow
+def test_kill_at_random_moments(program, tmp_path):
+    """Of a run that does little but save: never a bad file under a good name, never more than one interval lost."""
+    rng, folder, saved = random.Random(1), tmp_path / "o", 0
+    folder.mkdir()
+    for _ in range(30):
+        (folder / "id").unlink(missing_ok=True)
+        words = [program("fp32"), *DEFAULT.split(), *"-z 1 -x 100000 -n 1 -nk 2 -y 1 -pi fs -pn 2".split()]
+        ranks = [subprocess.Popen([*words, "-o", folder, "-pf", folder, "-pr", str(rank)], text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]
+        time.sleep(0.3 + 0.4 * rng.random())
+        for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
+            process.kill()
+        out = [process.communicate(timeout=60) for process in ranks][0][0]
+        resumed = re.search(r"resumed from step (\d+)", out)
+        assert "passed over" not in out and (not resumed or int(resumed[1]) >= saved), out
+        done = [int(path.name[5:]) for path in folder.glob("DONE_*")]
+        saved = max(done, default=0)
+    assert saved > 20
+
+
+# ---- refused
+
+def test_a_checkpoint_of_another_model_is_refused(program, saved, tmp_path):
+    """The model file says which model it is; the checkpoint of another one lies beside it."""
+    folder = continued(tmp_path / "o", saved, 4)
+    other = run_lines(program("fp32"), 1, tmp_path, ["-e tiny:1x23 -z 1"])[0]
+    (folder / "step_00000004.safetensors").write_bytes(other.checkpoint(4).read_bytes())
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    result = run([program("fp32"), *DEFAULT.split(), *flags, "-y", "1", "-o", folder], ranks=ranks, timeout=30,
-                 check=False)
-    assert result.code != 0 and message in result.err, result.err
-    assert "[llmc_zero ERROR] rank " in result.err and "step 2 loss" not in result.out
+    result = resume(program, 2, folder)
+    assert result.code != 0 and "tensor 2: the file has ln1w F32 [1,23], this run ln1w F32 [2,23]" in result.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# ---- state files of the trainer without the patch
+
+@pytest.fixture(scope="module")
+def old(program, tmp_path_factory):
+    """old(flags): a run of two ranks of the trainer without the patch: 8 steps, saved at 4 and 8."""
+    base, runs = tmp_path_factory.mktemp("old"), {}
+
+    def make(flags):
+        if flags not in runs:
+            runs[flags] = run_lines(program("mended"), 2, base / str(len(runs)),
+                                    [f"-e tiny:2x24 -x 8 {flags} {tokens(2, 2)}"])[0]
+        return runs[flags]
+    return make
+
+
+@pytest.mark.parametrize("w", [0, 1])
+@pytest.mark.parametrize("flags", ["-z 0", "-z 1", "-z 1 -i 1"])
+def test_old_state_files_are_read_once(program, old, tmp_path, flags, w):
+    theirs = old(f"{flags} -w {w}")
+    count = sum(size // C // C * 24 * 24 if i in (4, 6, 10, 12) else size // C * 24 for i, size in enumerate(SIZES))
+    for i, now in enumerate(("-z 0 -K 0", "-z 1 -K 0.01")):
+        folder = continued(tmp_path / f"{i}/2 ranks, line 0", theirs, 4)
+        model = (folder / "model_00000004.bin").read_bytes()
+        shuffled = " -i 1" if "-i 1" in flags else ""
+        ours = run_lines(program("fp32"), 2, tmp_path / str(i),
+                         [f"{now}{shuffled} -w {w} -x 8 -n 4 -y 1 {tokens(2, 2)}"])[0]
+        assert "resumed from step 4" in ours.out and "the next checkpoint has the new format" in ours.out
+        assert ours.log.split("\n")[:4] == theirs.log.split("\n")[:4] and ours.log.count("\n") == 8
+        assert numpy.allclose(ours.column("trl"), theirs.column("trl"), rtol=0, atol=3 * LOSS)
+        assert not list(folder.glob("state_00000008*")) and ours.checkpoint(8).exists()
+        # nothing moves at rate 0: what was read is what is written
+        folder = continued(tmp_path / f"still {i}/2 ranks, line 0", theirs, 4)
+        still = run_lines(program("fp32"), 2, tmp_path / f"still {i}",
+                          [f"{now}{shuffled} -w {w} -x 5 -n 5 -l 0 -y 1 {tokens(2, 2)}"])[0]
+        assert still.model == model and len(model) == MODEL_HEADER + 4 * count
+
+
+DAMAGE = [("cut", "cut off, or of another model"), ("longer", "cut off, or of another model"),
+          ("ranks", "written by 3 ranks without llmc_zero, this run has 2"),
+          ("rank", "it is the file of rank 0, not 1"),
+          ("gone", "No such file"), ("step", "of step 5"), ("other", "cut off, or of another model"),
+          ("one rank", "written by 2 ranks without llmc_zero, this run has 1")]
+
+
+@pytest.mark.parametrize("what, message", DAMAGE)
+def test_old_state_files_that_do_not_fit_are_refused(program, old, tmp_path, what, message):
+    folder = continued(tmp_path / "o", old("-z 1 -w 1"), 4)
+    path = folder / "state_00000004_00001.bin"
+    data = bytearray(path.read_bytes())
+    words = {"ranks": (8, 3), "rank": (12, 0), "step": (40, 5)}
+    if what in words:
+        struct.pack_into("<i", data, *words[what])
+    path.write_bytes(data[:-4] if what == "cut" else data + b"1234" if what == "longer" else data)
+    if what == "gone":
+        path.unlink()
+    if what == "other":
+        path.write_bytes(data[:STATE_HEADER] + data[STATE_HEADER:-1200])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    result = resume(program, 1 if what == "one rank" else 2, folder)
+    assert result.code != 0 and message in result.out + result.err, result.err
+    assert "step 4 loss" not in result.out
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -294,9 +519,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank(program, tmp_path, precision,
         assert numpy.isfinite(losses[:2] + losses[3:]).all()
         read = [(outcome.folder / f"model_{step:08}.bin").read_bytes() for step in range(1, 7)]
         assert read[1] == read[2] and len(set(read)) == 5
-        for rank in range(ranks):   # m and v; the header has the step
-            states = [outcome.arrays(step, rank) for step in range(1, 7)]
-            assert states[1] == states[2] and len(set(states)) == 5, rank
+        states = [outcome.state(step)[1] for step in range(1, 7)]
+        assert states[1] == states[2] and len(set(states)) == 5
 
 
 def test_outliers_are_dropped_on_all_ranks(program, tmp_path):
@@ -307,9 +531,8 @@ def test_outliers_are_dropped_on_all_ranks(program, tmp_path):
         assert re.findall(r"step (\d+): the (\w+) is an outlier",
                           outcome.out) == [("7", "loss" if i < 2 else "gradient")]
         assert outcome.bits == outcomes[0].bits
-        for rank in (0, 1):
-            states = [outcome.arrays(step, rank) for step in range(6, 11)]
-            assert states[1] == states[2] and len(set(states)) == 4
+        states = [outcome.state(step)[1] for step in range(6, 11)]
+        assert states[1] == states[2] and len(set(states)) == 4
     plain = run_lines(program("fp32"), 2, tmp_path / "plain",
                       [f"{cases[1].replace('-sl 5', '')} -x 10 -n 1 -a 7:1:50"])[0]
     assert plain.bits != outcomes[0].bits and plain.log.split("\n")[:8] == outcomes[0].log.split("\n")[:8]
@@ -360,11 +583,9 @@ def test_of_the_trainer_itself(program, tmp_path):
     grads = numpy.fromfile(tmp_path / "grads0.bin", numpy.float32)
     theirs = run_lines(program("mended"), 1, tmp_path, ["-t 16 -x 1 -n 1"])[0]
     norm = numpy.linalg.norm(grads.astype(numpy.float64))
-    state = (tmp_path / "scaled0.bin").read_bytes()[STATE_HEADER:]
-    count = int(numpy.frombuffer(state[:OUR_HEADER], numpy.uint64)[5])
-    m = floats(state[OUR_HEADER:])[:count].astype(numpy.float64)   # in another order, with padding
-    assert count > sum(SIZES) and abs(numpy.linalg.norm(m) - 0.1 * 0.25 * norm) < 1e-7
-    m = floats(theirs.state(1, 0)[STATE_HEADER:])[:sum(SIZES)]
+    m = floats(state_of(tmp_path / "step_00000001.safetensors")[1])[sum(SIZES):2 * sum(SIZES)].astype(numpy.float64)
+    assert abs(numpy.linalg.norm(m) - 0.1 * 0.25 * norm) < 1e-7
+    m = floats((theirs.folder / "state_00000001_00000.bin").read_bytes()[STATE_HEADER:])[:sum(SIZES)]
     assert abs(norm - theirs.column("norm")[0]) < NORM and norm > 1
     at = 0
     for i, size in enumerate(SIZES):

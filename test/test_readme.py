@@ -36,7 +36,7 @@ def test_the_example_compiles_and_runs(tmp_path):
 
 
 def test_flags_and_targets_exist():
-    flags = set(re.findall(r"`(-[A-Za-z]\w*|--plan)[ `]", README.split("## train_mlp")[1].split("## Tests")[0]))
+    flags = set(re.findall(r"`(-[A-Za-z]\w*|--plan)[ `]", README.split("## train_mlp")[1].split("## Patching")[0]))
     options = (TOP / "dev/mlp/options.h").read_text()
     assert len(flags) > 20
     for flag in flags:

@@ -263,7 +263,7 @@ train() {   # train NAME PROGRAM FLAG...: a run in $work/NAME
     fi
     ((code == 0)) || last_words "$work/$name/output.txt" "the run $name ended with an error"
     [[ -s $work/$name/main.log ]] || last_words "$work/$name/output.txt" "the run $name left no log"
-    rm -f "$work/$name"/state_*.bin "$work/$name"/DONE_*
+    rm -f "$work/$name"/state_*.bin "$work/$name"/step_*.safetensors "$work/$name"/DONE_*
     echo "  $((SECONDS - start)) s; output in $work/$name/output.txt"
 }
 train z0 "$kind" -n "$steps" -z 0

@@ -15,7 +15,7 @@ Edit = namedtuple("Edit", "name file what apply")
 Mend = namedtuple("Mend", "name files reason apply covered")
 Change = namedtuple("Change", "edit start end text")
 
-OPTIONAL = {"test_gpt2.cu"}   # a fork may do without
+OPTIONAL = {"test_gpt2.cu", "Makefile"}   # a fork may do without
 MENDED = "mended"             # what a mend returns where there is nothing left to do
 
 
@@ -24,7 +24,7 @@ MENDED = "mended"             # what a mend returns where there is nothing left 
 KNOWN = set("""
     if else for return const bool int float long void char size_t ptrdiff_t unsigned sizeof true false nullptr NULL auto
     assert endif ifdef defined continue break MULTI_GPU NUM_PARAMETER_TENSORS NVTX_RANGE_FN NvtxRange IO_BUF_SIZE EXIT_FAILURE CEIL_DIV ShardInfo
-    MultiGpuConfig floatX dim3 exit fprintf stderr printf0 sqrtf random_u32 C T V Vp L i l f t
+    MultiGpuConfig floatX dim3 exit printf fprintf stderr printf0 sqrtf random_u32 C T V Vp L i l f t
     cudaCheck cudaMalloc cudaMallocConditionallyManaged cudaMemset cudaMemsetAsync cudaMemcpy cudaMemcpyHostToDevice
     cudaMemcpyDeviceToHost cudaGetLastError cudaDeviceSynchronize ncclCheck ncclAllReduce ncclAllGather ncclGroupStart
     ncclGroupEnd ncclFloat ncclFloatX ncclSum adamw_update init_from_master copy_and_cast_kernel device_to_file
@@ -295,19 +295,51 @@ def edit_free(plan):
     plan.before(source.statement(call.start), f"zero_gpt2_finish({main_model(source)});")
 
 
-@edit("state files", TRAINER, "save_state, load_state: m, v and masters of the own slices, with the layout they are of")
+@edit("state files", TRAINER, "save_state, load_state: one file of all ranks; all but the arrays goes through memory")
 def edit_state_files(plan):
     source = plan.source
     for name, write in (("save_state", True), ("load_state", False)):
         function = source.function(name)
-        model = function.parameters[2 if write else 1]
-        copy, adapter = ("device_to_file", "to") if write else ("file_to_device", "from")
-        first = source.call(copy, function.body, "m_memory")
+        filename, step, model, loader = [function.parameters[i] for i in ((0, 1, 2, 3) if write else (3, 0, 1, 2))]
+        opening = source.call("fopenCheck", function.body)
+        first = source.call("device_to_file" if write else "file_to_device", function.body, "m_memory")
         last = if_of(source, "use_master_weights", Span(first.end, function.body.end))
-        file = first.arguments[0 if write else 1][0]
-        plan.replace(Span(source.statement(first.start).start, last.end),
-                     f"zero_gpt2_state_{adapter}_file({model}, {file}{'' if write else ', *' + function.parameters[0]});")
+        plan.replace(Span(source.statement(first.start).start, last.end), "")
         plan.replace(declaration(source, "shard_num_parameters", function.body), "")
+        if not write:
+            plan.change(opening.start, opening.end, f"zero_gpt2_state_open({model}, {filename}, {loader})")
+            continue
+        plan.change(opening.start, opening.end, f"zero_gpt2_state_begin({model})")
+        for said in source.calls("printf", Span(function.body.start, opening.start), filename):
+            plan.replace(source.statement(said.start), "")   # says the name of another file
+        closing = source.find(r"\bfclose(?:Check)?\s*\(\s*(\w+)\s*\)", function.body,
+                              "where save_state closes its file")
+        plan.change(*closing.span(), f"zero_gpt2_state_end({model}, {closing[1]}, {filename}, {step}, {loader})")
+
+
+@edit("checkpoints", TRAINER, "a checkpoint's DONE goes first and comes last; -y 1 takes the newest that is whole")
+def edit_checkpoints(plan):
+    source, main = plan.source, plan.source.function("main")
+    search = source.call("find_max_step", main.body)
+    plan.change(search.start, search.start + len("find_max_step"), "zero_gpt2_find_max_step")
+    function = source.function("write_checkpoint")
+    plan.change(function.body.start, function.body.start,
+                f"\n    zero_gpt2_begin_checkpoint({function.parameters[0]}, {function.parameters[1]});")
+    function = source.function("delete_checkpoint")
+    plan.change(function.body.start, function.body.start,
+                f"\n    zero_gpt2_delete_checkpoint({function.parameters[0]}, {function.parameters[1]});")
+
+
+@edit("stop", TRAINER, "main: SIGTERM saves behind the current step, and ends the run")
+def edit_stop(plan):
+    source, main = plan.source, plan.source.function("main")
+    model, write = main_model(source), source.call("write_checkpoint", main.body)
+    choice = source.if_around(write.start)
+    head = Span(choice.start, source.code.index("{", choice.start))
+    last = source.find(r"\blast_step\b", head, "last_step in the condition of write_checkpoint")
+    plan.change(*last.span(), f"(last_step || zero_gpt2_stopping({model}))")
+    leave = source.find(r"\bif\s*\(\s*(last_step)\s*\)\s*(?:\{\s*)?break\b", main.body, "if (last_step) break")
+    plan.change(*leave.span(1), f"last_step || zero_gpt2_stopped({model}, {write.arguments[1][0]})")
 
 
 @edit("flags", TRAINER, "-K, -R, -O and -H are new; stage and bucket size are known before weights are allocated")
@@ -320,7 +352,7 @@ def edit_flags(plan):
     if taken:
         raise Missing(f"line {source.line(taken.start())}: -{taken[1]} is a flag of this llm.c already")
     plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O, -H\n"
-                f"zero_settings.flags = zero_gpt2_flags({main.parameters[0]}, {arguments});")
+                f"zero_gpt2_read_flags(&zero_settings, {main.parameters[0]}, {arguments});")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
     stage = source.call("set_zero_configs", main.body).arguments[1][0]
@@ -356,6 +388,16 @@ def edit_configs(plan):
               f"{config}->shard_num_parameters = {count}; // until the state is allocated\n"
               f'printf0("| %-21s | %-50s |\\n", "llmc_zero",\n'
               f'        {stage} == 0 ? "off: optimizer state on every rank" : "optimizer state sharded over the ranks");')
+
+
+@edit("include path", "Makefile", "where the headers lie that checkpoints need")
+def edit_makefile(plan):
+    text = plan.source.text
+    found = next(filter(None, (re.search(rf"(?m)^{name}[ \t]*:?=[^\r\n\\]*", text)
+                               for name in ("NVCC_INCLUDES", "NVCC_FLAGS"))), None)
+    if not found:
+        raise Missing("NVCC_INCLUDES = or NVCC_FLAGS =: not found")
+    plan.change(found.end(), found.end(), " -Illmc_zero/third_party")
 
 
 @edit("test", "test_gpt2.cu", "test_gpt2.cu: gradients are looked at in llm.c's order")

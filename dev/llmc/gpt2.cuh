@@ -12,6 +12,7 @@
      gpt2_update                zero_gpt2_update
      gpt2_forward (the next)    zero_gpt2_param
    A step whose gpt2_update is left out (llm.c's outlier rule) is dropped when the next one begins.
+   Checkpoints, resuming and SIGTERM: gpt2_checkpoint.cuh.
 
    llm.c's way with errors is kept: a call that fails prints one line and ends the program, the other ranks with it.
 */
@@ -25,9 +26,12 @@
 #define ZERO_NO_NCCL
 #endif
 
+#include <signal.h>
 #include <unistd.h>
 
 #include "llmc_zero.cuh"
+/* behind the one above */
+#include "checkpoint_folder.cuh"
 
 /* What -K, -R, -O and -H say; -z stays llm.c's. */
 typedef struct ZeroGpt2Settings {
@@ -36,6 +40,7 @@ typedef struct ZeroGpt2Settings {
     ZeroReduction reduction;
     int overlap;
     int hash_every; /* -H: compare the ranks' parameters every so many steps; 0: at the end only */
+    int save_every; /* -n, with -o; 0: no checkpoints */
     uint64_t flags; /* zero_gpt2_flags: must be the same on all ranks */
 } ZeroGpt2Settings;
 
@@ -48,20 +53,28 @@ typedef struct ZeroGpt2 {
     char (*names)[32];                        /* of the segments */
     int first_segment[NUM_PARAMETER_TENSORS]; /* of tensor i; its layers follow */
     size_t layer_stride;                      /* elements from one layer to the next in the flat buffer */
-    int steps;                                /* begun */
+    int steps;                                /* begun by this process */
     unsigned long long not_finite;            /* steps skipped so far because of the gradient */
+    ZeroTensor tensors[NUM_PARAMETER_TENSORS]; /* as checkpoints describe them */
+    char* state;                               /* what save_state writes and load_state reads beside the arrays */
+    size_t state_bytes;
+    uint64_t samples;    /* sequences that all ranks have seen */
+    ZeroConfig resumed;  /* betas, eps and weight decay of the checkpoint, until the first update compares them */
+    int stop;            /* a rank got SIGTERM */
 } ZeroGpt2;
 
-/* llm.c's tensors in its order. decays: only matrices and embeddings lose weight. */
+/* llm.c's tensors in its order. decays: only matrices and embeddings lose weight. columns: of a matrix, in channels;
+   0: a vector. */
 typedef struct ZeroGpt2Tensor {
     const char* name;
-    int per_layer, decays;
+    int per_layer, decays, columns;
 } ZeroGpt2Tensor;
 
 static const ZeroGpt2Tensor zero_gpt2_tensors[] = {
-    {"wte", 0, 1},      {"wpe", 0, 1},      {"ln1w", 1, 0}, {"ln1b", 1, 0}, {"qkvw", 1, 1}, {"qkvb", 1, 0},
-    {"attprojw", 1, 1}, {"attprojb", 1, 0}, {"ln2w", 1, 0}, {"ln2b", 1, 0}, {"fcw", 1, 1},  {"fcb", 1, 0},
-    {"fcprojw", 1, 1},  {"fcprojb", 1, 0},  {"lnfw", 0, 0}, {"lnfb", 0, 0},
+    {"wte", 0, 1, 1},  {"wpe", 0, 1, 1},  {"ln1w", 1, 0, 0},     {"ln1b", 1, 0, 0},
+    {"qkvw", 1, 1, 1}, {"qkvb", 1, 0, 0}, {"attprojw", 1, 1, 1}, {"attprojb", 1, 0, 0},
+    {"ln2w", 1, 0, 0}, {"ln2b", 1, 0, 0}, {"fcw", 1, 1, 1},      {"fcb", 1, 0, 0},
+    {"fcprojw", 1, 1, 4}, {"fcprojb", 1, 0, 0}, {"lnfw", 0, 0, 0}, {"lnfb", 0, 0, 0},
 };
 static_assert(sizeof(zero_gpt2_tensors) / sizeof(zero_gpt2_tensors[0]) == NUM_PARAMETER_TENSORS,
               "this llm.c has other parameter tensors: change zero_gpt2_tensors in llmc_zero/gpt2.cuh alike");
@@ -84,21 +97,24 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 /* ------------------------------------------------------------------ flags */
 
 static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1, 0, 0};
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, 1, 0, 0, 0};
     return settings;
 }
 
-/* One number of all flags but those that may differ: files and folders (-i, -j, -e, -o) and how ranks meet (-p?). Ranks
-   with other steps, batches, rates or -H would wait for one another, or train their slices each in its own way. */
-static inline uint64_t zero_gpt2_flags(int argc, char** argv) {
-    uint64_t hash = 0;
+/* What all of main's flags together say. flags: one number of all but those that may differ: files and folders (-i,
+   -j, -e, -o) and how ranks meet (-p?). Ranks with other steps, batches, rates or -H would wait for one another, or
+   train their slices each in its own way. */
+static inline void zero_gpt2_read_flags(ZeroGpt2Settings* settings, int argc, char** argv) {
+    int folder = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "-n") == 0) settings->save_every = atoi(argv[i + 1]);
+        if (strncmp(argv[i], "-o", 2) == 0) folder = 1;
         if (argv[i][0] == '-' && argv[i][1] && strchr("ijeop", argv[i][1])) continue;
         for (int word = i; word <= i + 1; word++)
             for (const char* c = argv[word]; c == argv[word] || c[-1]; c++)
-                hash = zero_mix(hash * 257 + (unsigned char)*c + 1);
+                settings->flags = zero_mix(settings->flags * 257 + (unsigned char)*c + 1);
     }
-    return hash;
+    if (!folder || settings->save_every < 0) settings->save_every = 0;
 }
 
 static inline void zero_gpt2_usage(void) {
@@ -111,6 +127,8 @@ static inline void zero_gpt2_usage(void) {
     fprintf(
         stderr,
         "  -H <int>    compare the ranks' parameters every so many steps (default = 0, at the end only)\n");
+    fprintf(stderr, "  -n: DIR/step_*.safetensors holds the state of all ranks; -y 1 reads it on any number of\n"
+                    "  ranks; SIGTERM saves behind the current step, and ends the run with 0\n");
 }
 
 /* Takes flag -K, -R, -O or -H; 0 if it is none of them. A value that cannot work ends the program. */
@@ -147,6 +165,22 @@ static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, c
 
 /* ------------------------------------------------------------------ set up, tear down */
 
+/* Set by SIGTERM (a job's time is up); the ranks vote with each norm, so that all stop behind the same step. */
+static volatile sig_atomic_t zero_gpt2_signalled = 0;
+static void zero_gpt2_on_stop(int) { zero_gpt2_signalled = 1; }
+
+/* SIGTERM ends the run behind the current step, if that can be saved; a file that may not grow (ulimit -f) is an
+   error of the write. */
+static inline void zero_gpt2_set_signals(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof(action));
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGXFSZ, &action, NULL);
+    action.sa_handler = zero_gpt2_on_stop;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGTERM, &action, NULL);
+}
+
 /* Stage and settings, before the weights are allocated. Without this call: stage 0, a bucket a layer. */
 static inline void zero_gpt2_configure(GPT2* model, int stage, const ZeroGpt2Settings* settings) {
     if (stage != 0 && stage != 1) {
@@ -158,6 +192,7 @@ static inline void zero_gpt2_configure(GPT2* model, int stage, const ZeroGpt2Set
     if (!model->zero) zeroCheck(zero_error(ZERO_ERROR_MEMORY, "no host memory"));
     model->zero->stage = stage;
     model->zero->settings = *settings;
+    if (settings->save_every > 0) zero_gpt2_set_signals();
 }
 
 /* Frees what belongs to model->zero; llm.c's pointers to it become NULL. Before the communicator goes; the second
@@ -168,6 +203,7 @@ static inline void zero_gpt2_free(GPT2* model) {
     zero_free(&zero->z);
     zero_layout_free(&zero->layout);
     free(zero->names);
+    free(zero->state);
     free(zero);
     model->zero = NULL;
     model->params_memory = NULL;
@@ -323,8 +359,8 @@ static inline void zero_gpt2_copy(const ZeroGpt2* zero, void* flat, size_t first
     }
 }
 
-/* Parameters between the device and a file, in llm.c's order, through two pinned buffers of IO_BUF_SIZE bytes: the file
-   works on one while the device works on the other. */
+/* Parameters between the device and a file, in llm.c's order, through two pinned buffers of IO_BUF_SIZE bytes: the
+   file works on one while the device works on the other. */
 static inline void zero_gpt2_params_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
     const size_t all = model->zero->layout.model_count, step = IO_BUF_SIZE / sizeof(floatX);
     const size_t bytes = (all < step ? all : step) * sizeof(floatX);
@@ -444,6 +480,7 @@ static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps)
         zero->steps++;
     }
     zeroCheck(zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
+    zero->samples += (uint64_t)model->batch_size * (uint64_t)z->ranks;
     if (micro_step == 0) cudaCheck(cudaMemsetAsync(z->grads, 0, zero_flat_bytes(z), main_stream));
 }
 
@@ -459,11 +496,15 @@ static inline void zero_gpt2_layer_done(GPT2* model, int layer) {
     zeroCheck(zero_grads_ready(&zero->z, 1 + layer));
 }
 
-/* In place of cudaDeviceSynchronize at the end of forward and backward, which would wait for ever for a peer that died. */
+/* In place of cudaDeviceSynchronize at the end of forward and backward, which would wait for ever for a peer that
+   died. */
 static inline void zero_gpt2_wait(GPT2* model) { zeroCheck(zero_comm_drain(&model->zero->z.comm)); }
 
 /* The embeddings' gradients are complete. */
-static inline void zero_gpt2_backward_done(GPT2* model) { zeroCheck(zero_grads_ready(&model->zero->z, 0)); }
+static inline void zero_gpt2_backward_done(GPT2* model) {
+    zeroCheck(zero_grads_ready(&model->zero->z, 0));
+    zero_vote(&model->zero->z, zero_gpt2_signalled);
+}
 
 /* The norm of the mean gradient before clipping: the same number on every rank. */
 static inline float zero_gpt2_grad_norm(GPT2* model) {
@@ -482,9 +523,23 @@ static inline double zero_gpt2_decimal(float x) {
     return strtod(text, NULL);
 }
 
-/* gpt2_update. grad_scale >= 0: gradients are multiplied with it; < 0: the norm is clipped to -grad_scale on the device.
-   t: the number of this update, from 1. Works without gpt2_calculate_grad_norm before it. A step whose gradient is not
-   finite changes nothing, on any rank. from_masters: no update; params are made from the masters. */
+/* The first update of a resumed run: what makes another optimizer of the saved state is an error, another weight
+   decay (-c) the user's choice. */
+static inline void zero_gpt2_compare_settings(ZeroGpt2* zero) {
+    const ZeroConfig *now = &zero->z.config, *then = &zero->resumed;
+    if (then->beta2 == 0.0) return; /* nothing was resumed, or this is not the first update */
+    if (now->beta1 != then->beta1 || now->beta2 != then->beta2 || now->eps != then->eps)
+        zeroCheck(zero_error(ZERO_ERROR_ARGUMENT,
+                             "the checkpoint was made with betas %g, %g and eps %g, this run has %g, %g and %g",
+                             then->beta1, then->beta2, then->eps, now->beta1, now->beta2, now->eps));
+    if (now->weight_decay != then->weight_decay)
+        printf0("weight decay: the checkpoint has %g, this run %g\n", then->weight_decay, now->weight_decay);
+    zero->resumed.beta2 = 0.0;
+}
+
+/* gpt2_update. grad_scale >= 0: gradients are multiplied with it; < 0: the norm is clipped to -grad_scale on the
+   device. t: the number of this update, from 1. Works without gpt2_calculate_grad_norm before it. A step whose
+   gradient is not finite changes nothing, on any rank. from_masters: no update; params are made from the masters. */
 static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta1, float beta2, float eps,
                                     float weight_decay, float grad_scale, int t, bool from_masters) {
     ZeroGpt2* zero = model->zero;
@@ -499,6 +554,7 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
     z->config.eps = zero_gpt2_decimal(eps);
     z->config.weight_decay = zero_gpt2_decimal(weight_decay);
     z->config.max_norm = grad_scale < 0.0f ? (double)-grad_scale : 0.0;
+    zero_gpt2_compare_settings(zero);
     zeroCheck(zero_grad_norm(z, NULL));
     zeroCheck(zero_set_step(z, t > 0 ? (uint64_t)t : 0, grad_scale < 0.0f ? -1.0 : (double)grad_scale));
     zeroCheck(zero_report(z, &report)); /* before the update: then the host does not wait for that */
@@ -510,7 +566,8 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
     zeroCheck(zero_update(z, (double)learning_rate));
 }
 
-/* The end of training, before the communicator goes: all ranks must hold the same parameters. Then as zero_gpt2_free. */
+/* The end of training, before the communicator goes: all ranks must hold the same parameters. Then as
+   zero_gpt2_free. */
 static inline void zero_gpt2_finish(GPT2* model) {
     uint64_t hash;
     zero_gpt2_close_step(&model->zero->z);
@@ -520,96 +577,6 @@ static inline void zero_gpt2_finish(GPT2* model) {
     zero_gpt2_free(model);
 }
 
-/* ------------------------------------------------------------------ state files */
-
-/* Stands before the arrays in a state file: they are read only into the very layout that wrote them. */
-typedef struct ZeroGpt2StateHeader {
-    uint64_t magic, version, stage, ranks, element_bytes, state_count, padded_count, model_count, plan;
-    uint64_t masters; /* 1: a third array, of fp32 parameters, follows m and v */
-} ZeroGpt2StateHeader;
-
-static inline ZeroGpt2StateHeader zero_gpt2_state_header(const GPT2* model) {
-    const ZeroOptimizer* z = &model->zero->z;
-    ZeroGpt2StateHeader header = {0x6f72657a636d6c6cull,
-                                  1,
-                                  (uint64_t)z->config.stage,
-                                  (uint64_t)z->ranks,
-                                  sizeof(floatX),
-                                  zero_state_count(z->layout, z->config.stage),
-                                  z->layout->padded_count,
-                                  z->layout->model_count,
-                                  0,
-                                  model->use_master_weights ? 1u : 0u};
-    for (int b = 0; b < z->layout->buckets_count; b++)
-        header.plan = zero_mix(header.plan ^ z->layout->buckets[b].count);
-    return header;
-}
-
-/* The third array: masters, or in FP32 the parameters that this rank owns. */
-static inline void zero_gpt2_masters_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
-    const ZeroOptimizer* z = &model->zero->z;
-    const ZeroLayout* layout = z->layout;
-    for (int b = 0; b < (z->masters || z->config.stage == 0 ? 1 : layout->buckets_count); b++) {
-        float* from = z->masters ? z->masters : (float*)z->params;
-        size_t count = zero_state_count(layout, z->config.stage);
-        if (!z->masters && z->config.stage > 0) {
-            from += zero_slice_offset(layout, b, z->rank);
-            count = zero_slice_count(layout, b);
-        }
-        const size_t bytes = count * sizeof(float), buffer = bytes < IO_BUF_SIZE ? bytes : IO_BUF_SIZE;
-        if (bytes == 0) continue;
-        if (direction == ZERO_GPT2_TO_HOST)
-            device_to_file(file, from, bytes, buffer, main_stream);
-        else
-            file_to_device(from, file, bytes, buffer, main_stream);
-    }
-}
-
-static inline void zero_gpt2_state_to_file(GPT2* model, FILE* file) {
-    ZeroGpt2StateHeader header = zero_gpt2_state_header(model);
-    const size_t bytes = header.state_count * sizeof(float);
-    void* params;
-    zeroCheck(zero_params_acquire_all(&model->zero->z, &params));
-    fwriteCheck(&header, sizeof(header), 1, file);
-    device_to_file(file, model->m_memory, bytes, IO_BUF_SIZE, main_stream);
-    device_to_file(file, model->v_memory, bytes, IO_BUF_SIZE, main_stream);
-    if (header.masters) zero_gpt2_masters_and_file(model, file, ZERO_GPT2_TO_HOST);
-}
-
-/* Reads what zero_gpt2_state_to_file wrote; with masters the parameters are made from them. step: of this rank's file;
-   ranks that found files of different steps (folders that are not shared) end. */
-static inline void zero_gpt2_state_from_file(GPT2* model, FILE* file, int step) {
-    const ZeroGpt2StateHeader expected = zero_gpt2_state_header(model);
-    const size_t bytes = expected.state_count * sizeof(float);
-    ZeroGpt2StateHeader header;
-    void* params;
-    zeroCheck(zero_check_settings(&model->zero->z, (uint64_t)step));
-    freadCheck(&header, sizeof(header), 1, file);
-    if (header.magic != expected.magic || header.version != expected.version)
-        zeroCheck(zero_error(ZERO_ERROR_SYSTEM,
-                             "the state file was written by llm.c without llmc_zero: resume with that, "
-                             "or start again from its model file (-e)"));
-    if (header.element_bytes != expected.element_bytes)
-        zeroCheck(zero_error(
-            ZERO_ERROR_SYSTEM, "the state file is of a %s run, this one is %s: resume with the same",
-            header.element_bytes == 2 ? "BF16" : "FP32", sizeof(floatX) == 2 ? "BF16" : "FP32"));
-    if (header.stage != expected.stage || header.ranks != expected.ranks || header.plan != expected.plan ||
-        header.padded_count != expected.padded_count || header.model_count != expected.model_count)
-        zeroCheck(zero_error(
-            ZERO_ERROR_SYSTEM,
-            "the state file is of -z %d, %d ranks, %zu elements (%zu with padding); this run has -z %d, "
-            "%d ranks, %zu (%zu): resume with the same -z, -K and ranks",
-            (int)header.stage, (int)header.ranks, (size_t)header.model_count, (size_t)header.padded_count,
-            (int)expected.stage, (int)expected.ranks, (size_t)expected.model_count,
-            (size_t)expected.padded_count));
-    zeroCheck(zero_params_acquire_all(&model->zero->z, &params));
-    file_to_device(model->m_memory, file, bytes, IO_BUF_SIZE, main_stream);
-    file_to_device(model->v_memory, file, bytes, IO_BUF_SIZE, main_stream);
-    if (header.masters && expected.masters)
-        zero_gpt2_masters_and_file(model, file, ZERO_GPT2_FROM_HOST);
-    else if (header.masters && fseeko(file, (off_t)bytes, SEEK_CUR) != 0)
-        zeroCheck(zero_error(ZERO_ERROR_SYSTEM, "the state file ends too early"));
-    if (header.masters && expected.masters) zeroCheck(zero_state_changed(&model->zero->z));
-}
+#include "gpt2_checkpoint.cuh"
 
 #endif /* LLMC_ZERO_GPT2_CUH_INCLUDED */

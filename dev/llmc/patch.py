@@ -10,7 +10,8 @@
 
 Every place to change is found by names that stand there (functions, variables), and has to be found exactly once:
 else nothing is written, and the message names what is missing. DIR/llmc_zero gets the headers, the adapter
-gpt2.cuh, and the record of what was changed (patch.json, unpatched/).
+gpt2.cuh, the record of what was changed (patch.json, unpatched/), and in third_party/ a copy of xxHash and JSON for
+Modern C++, so that the machine that compiles needs neither.
 
 Exit code: 0 done (or, with --check, possible), 1 an anchor is missing or a file cannot be written, 2 wrong usage.
 """
@@ -53,8 +54,29 @@ def read(path):
 
 def own_headers():
     """What DIR/llmc_zero gets: {name: bytes}."""
-    files = {path.name: path.read_bytes() for path in sorted((TOP / "llmc_zero").glob("*.cuh"))}
-    return {**files, "gpt2.cuh": (TOP / "dev/llmc/gpt2.cuh").read_bytes()}
+    paths = [*sorted((TOP / "llmc_zero").glob("*.cuh")), *sorted((TOP / "dev/llmc").glob("*.cuh"))]
+    return {**{path.name: path.read_bytes() for path in paths}, **third_party()}
+
+
+def third_party():
+    """xxHash and JSON for Modern C++, wherever a compiler would find them: some versions of either are several files."""
+    files, missing = {}, []
+    places = [*filter(None, os.environ.get("CPATH", "").split(":")), TOP / ".venv/include",
+              *filter(None, [os.environ.get("CONDA_PREFIX") and os.environ["CONDA_PREFIX"] + "/include"]),
+              "/usr/local/include", "/usr/include"]
+    for name, others, package in (("xxhash.h", ["xxh3.h"], "libxxhash-dev"),
+                                  ("nlohmann/json.hpp", ["nlohmann/**/*.hpp"], "nlohmann-json3-dev")):
+        place = next((Path(place) for place in places if (Path(place) / name).is_file()), None)
+        if place is None:
+            missing.append(f"{name} (Debian's {package})")
+            continue
+        for path in [place / name, *(path for pattern in others for path in sorted(place.glob(pattern)))]:
+            files[f"third_party/{path.relative_to(place)}"] = read(path)
+    if missing:
+        raise Problem(f"{' and '.join(missing)}: not found in {', '.join(map(str, places))}. Checkpoints need it: "
+                      "install it, or run dev/deps.sh, which needs no root, or name a folder that has it in CPATH. "
+                      "Nothing was changed.")
+    return files
 
 
 # ---------------------------------------------------------------------------- what to change

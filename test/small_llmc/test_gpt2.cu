@@ -3,13 +3,13 @@
    same losses again.
 
      ./test_gpt2 FOLDER [-w 0]      exit code 0: all is well
-   Writes FOLDER/gradsRANK.bin (floats) and scaledRANK.bin, the state behind an update with them times 0.25.
+   Writes FOLDER/gradsRANK.bin (floats) and the state of step 1, behind an update with them times 0.25.
 */
 #define TESTING
 #include "train_gpt2.cu"
 
 static float train(GPT2* gpt, DataLoader* data, float scale, int t) {
-    loader_next(data);
+    dataloader_next_batch(data);
     gpt2_forward(gpt, data->inputs, data->B, data->T);
     gpt2_backward_and_reduce(gpt, data->inputs, data->targets, 1, 0);
     if (scale == 0) {
@@ -22,14 +22,15 @@ static float train(GPT2* gpt, DataLoader* data, float scale, int t) {
 
 int main(int n, char** words) {
     const int B = 2, T = 16;
-    char weights[300], state[300], grads[300], scaled[300];
+    char weights[300], state[300], grads[300], scaled[300], done[300];
     must(n > 1, "go on without", "FOLDER");
     multi_gpu_config = multi_gpu_config_init(1, 0, ".", "mpi");
     const int rank = multi_gpu_config.process_rank;
     snprintf(weights, sizeof weights, "%s/test%d.bin", words[1], rank);
-    snprintf(state, sizeof state, "%s/test_state%d.bin", words[1], rank);
+    snprintf(state, sizeof state, "%s/state_00000041_%05d.bin", words[1], rank);
     snprintf(grads, sizeof grads, "%s/grads%d.bin", words[1], rank);
-    snprintf(scaled, sizeof scaled, "%s/scaled%d.bin", words[1], rank);
+    snprintf(scaled, sizeof scaled, "%s/state_00000001_%05d.bin", words[1], rank);
+    snprintf(done, sizeof done, "%s/DONE_00000041", words[1]);
     CUDA(cudaStreamCreate(&main_stream));
 
     GPT2 gpt;
@@ -39,10 +40,10 @@ int main(int n, char** words) {
     if (n > 3) gpt.use_master_weights = atoi(words[3]);
     set_zero_configs(&multi_gpu_config, 0, gpt.num_parameters);
     gpt2_allocate_state(&gpt, B, T);
-    loader_init(&data, B, T, rank);
+    dataloader_init(&data, B, T, rank, multi_gpu_config.num_processes, 0);
 
     // gradients of the first batch
-    loader_next(&data);
+    dataloader_next_batch(&data);
     gpt2_forward(&gpt, data.inputs, B, T);
     gpt2_backward_and_reduce(&gpt, data.inputs, data.targets, 1, 0);
     floatX* host = (floatX*)mallocCheck(gpt.num_parameters_bytes);
@@ -60,12 +61,13 @@ int main(int n, char** words) {
     gpt2_update(&gpt, 0, 0.9f, 0.95f, 1e-8f, 0, 0.25f, 1, &multi_gpu_config); // rate 0: only m and v change
     save_state(scaled, 1, &gpt, &data);
     for (int i = 0; i < 40; i++) {
-        data.batch = i % 4;
+        data.current_sample_idx = i % 4;
         const float loss = train(&gpt, &data, 0, i + 2);
         (i < 4 ? first : last) = i < 4 || i >= 36 ? (i < 4 ? first : last) + loss / 4 : 0;
     }
     gpt2_write_to_checkpoint(&gpt, weights);
     save_state(state, 41, &gpt, &data);
+    if (rank == 0) fclose(fopenCheck(done, "w"));
     for (int again = 0; again < 2; again++) {
         int step = 41;
         if (again) {
@@ -84,7 +86,7 @@ int main(int n, char** words) {
     must(isfinite(train(&gpt, &data, 0, 50)), "train", "one layer");
     remove(weights);
     remove(state);
-    loader_free(&data);
+    dataloader_free(&data);
     gpt2_free(&gpt);
     multi_gpu_config_free(&::multi_gpu_config);
     return learned && same ? EXIT_SUCCESS : EXIT_FAILURE;

@@ -3,10 +3,11 @@
    brackets and lines are not always where one expects them: the patch must not depend on that.
 
    A layer: h = norm1(x); x += attproj(mix(qkv(h))); x += fcproj(tanh(fc(norm2(x)))). Classifier: wte, tied.
-   Data: every token follows from the one before it, with some noise; each rank has sequences of its own.
+   Data: see llmc/dataloader.h.
 
-     ./train -e tiny:LxC -o FOLDER -b 2 -t 16 -d TOKENS -x STEPS -l RATE -c DECAY -w 1 -z 0 -n EVERY -y 0
-             -sl Z -sg Z -v STEPS -a STEP:RANK:FACTOR -pi mpi|fs -pf PATH -pn RANKS -pr RANK
+     ./train -e tiny:LxC -o FOLDER -b 2 -t 16 -d TOKENS -x STEPS -l RATE -c DECAY -w 1 -z 0 -n EVERY -nk KEEP
+             -y 0 -i 0 -sl Z -sg Z -v STEPS -a STEP:RANK:FACTOR -pi mpi|fs -pf PATH -pn RANKS -pr RANK
+   -i 1 shuffles the data, which -a 1 prevents in llm.c.
    -v prints every so many steps (1).
    -a multiplies the loss of one rank in one step, and so its gradients: nan poisons them.
 */
@@ -16,6 +17,7 @@
 #include "llmc/layernorm.cuh"
 #include "llmc/attention.cuh"
 #include "llmc/outlier_detector.h"
+#include "llmc/dataloader.h"
 #include "llmc/logger.h"
 #include "llmc/zero.cuh"
 
@@ -251,7 +253,7 @@ void gpt2_build_from_checkpoint(GPT2* gpt, const char* name, bool with_weights =
     FILE* in = fopenCheck(name, "rb");
     int header[8];
     freadCheck(header, sizeof header, 1, in);
-    must(header[0] == 777 && header[1] == sizeof(floatX), "read in this precision:", name);
+    must(header[0] == 777 && (header[1] == sizeof(floatX) || !with_weights), "read in this precision:", name);
     gpt->config = {header[2], header[3], header[4], header[5]};
     gpt2_allocate_weights(gpt);
     if (with_weights) { file_to_device(gpt->params_memory, in, gpt->num_parameters_bytes, IO_BUF_SIZE,
@@ -446,31 +448,19 @@ void gpt2_free(GPT2* gpt) {
     gpt->m_memory = gpt->v_memory = gpt->master_weights = NULL;
 }
 
-// ------------------------------------------------------------------ data, files
+// ------------------------------------------------------------------ files
 
-struct DataLoader {
-    int B, T, rank, *inputs, *targets;
-    unsigned batch;
-};
-
-void loader_init(DataLoader* data, int B, int T, int rank) {
-    *data = {B, T, rank, (int*)mallocCheck(B * T * sizeof(int)), (int*)mallocCheck(B * T * sizeof(int)), 0};
-}
-void loader_next(DataLoader* data) {
-    for (int i = 0, token = 0; i < data->B * data->T; i++) {
-        const unsigned noise = mix_bits(data->batch * 1000003u + data->rank * 7919u + i);
-        if (i % data->T == 0) token = noise % 128;
-        data->inputs[i] = token;
-        data->targets[i] = token = noise % 8 ? (token * 5 + 3) % 128 : noise / 8 % 128;
-    }
-    data->batch++;
-}
-void loader_free(DataLoader* data) { free(data->inputs), free(data->targets); }
-
+// A state file is laid out as llm.c's: 256 ints, m, v and masters, and with shuffled data what was drawn.
 void save_state(const char* name, int step, GPT2* gpt, DataLoader* data) {
+    printf("state: %s\n", name);
     FILE* out = fopenCheck(name, "wb");
-    const unsigned long long header[8] = {888, (unsigned)step, gpt->rng_state, gpt->rng_state_last_update,
-                                          (unsigned)gpt->use_master_weights};
+    int header[256] = {20240527, 1, multi_gpu_config.num_processes, multi_gpu_config.process_rank,
+                       gpt->use_master_weights, data->should_shuffle};
+    header[10] = step;
+    memcpy(header + 20, &gpt->rng_state, 8);
+    memcpy(header + 22, &gpt->rng_state_last_update, 8);
+    memcpy(header + 30, &data->current_shard_idx, 8);
+    memcpy(header + 32, &data->current_sample_idx, 8);
     fwriteCheck(header, sizeof header, 1, out);
     const size_t shard_num_parameters = multi_gpu_config.shard_num_parameters;
     device_to_file(out, gpt->m_memory, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
@@ -478,39 +468,81 @@ void save_state(const char* name, int step, GPT2* gpt, DataLoader* data) {
     if ( gpt->use_master_weights ) {
         device_to_file(out, gpt->master_weights, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     }
-    fwriteCheck(&data->batch, sizeof data->batch, 1, out); // last: all before has to be read
+    if (data->should_shuffle) {
+        fwriteCheck(&data->glob_result.gl_pathc, 8, 1, out);
+        fwriteCheck(data->shard_indices, 4, data->glob_result.gl_pathc, out);
+        fwriteCheck(&data->shard_num_samples, 8, 1, out);
+        fwriteCheck(data->intra_shard_indices, 4, data->shard_num_samples, out);
+        fwriteCheck(&data->shuffle_rng, sizeof data->shuffle_rng, 1, out);
+    }
     fclose(out);
 }
 
 void load_state(int* step, GPT2* gpt, DataLoader* data, const char* name) {
     FILE* in = fopenCheck(name, "rb");
-    unsigned long long header[8];
+    int header[256];
+    size_t shard, sample, count;
     freadCheck(header, sizeof header, 1, in);
-    must(header[0] == 888 && header[4] >= (unsigned)gpt->use_master_weights, "resume with this -w from",
-         name);
+    must(header[0] == 20240527 && header[2] == multi_gpu_config.num_processes &&
+             header[3] == multi_gpu_config.process_rank && header[4] >= gpt->use_master_weights,
+         "resume with these ranks and this -w from", name);
     size_t shard_num_parameters = (&multi_gpu_config)->shard_num_parameters;
-    *step = (int)header[1];
+    *step = header[10];
     gpt->init_state = false;
-    gpt->rng_state = header[2];
-    gpt->rng_state_last_update = header[3];
+    memcpy(&gpt->rng_state, header + 20, 8);
+    memcpy(&gpt->rng_state_last_update, header + 22, 8);
+    memcpy(&shard, header + 30, 8);
+    memcpy(&sample, header + 32, 8);
     file_to_device(gpt->m_memory, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     file_to_device(gpt->v_memory, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
     if (gpt->use_master_weights) {
         file_to_device(gpt->master_weights, in, shard_num_parameters * 4, IO_BUF_SIZE, main_stream);
         gpt2_update(gpt, 0, 0, 0, 0, 0, 0, 0, &multi_gpu_config, true);
-        gpt->rng_state = header[2];
+        memcpy(&gpt->rng_state, header + 20, 8);
     }
-    freadCheck(&data->batch, sizeof data->batch, 1, in);
+    data->should_shuffle = header[5];
+    if (data->should_shuffle) {
+        freadCheck(&count, 8, 1, in);
+        must(count == data->glob_result.gl_pathc, "resume with these files of data from", name);
+        freadCheck(data->shard_indices, 4, count, in);
+        freadCheck(&count, 8, 1, in);
+        must(count == data->shard_num_samples, "resume with a file of this length from", name);
+        freadCheck(data->intra_shard_indices, 4, count, in);
+        freadCheck(&data->shuffle_rng, sizeof data->shuffle_rng, 1, in);
+    }
+    must(fgetc(in) == EOF, "find the end of", name); // all has been read
+    dataloader_resume(data, shard, sample);
     fclose(in);
 }
 
-#ifndef TESTING
 static void path_of(char (&name)[400], const char* folder, const char* what, int step, int rank = -1) {
     const int n = snprintf(name, sizeof name, "%s/%s_%08d", folder, what, step);
     if (rank >= 0) snprintf(name + n, sizeof name - n, "_%05d.bin", rank);
     else if (what[0] != 'D') snprintf(name + n, sizeof name - n, ".bin");
 }
 
+void write_checkpoint(const char* folder, int step, GPT2* gpt, DataLoader* data, MultiGpuConfig* ranks) {
+    char name[400];
+    path_of(name, folder, "model", step);
+    if (ranks->process_rank == 0) gpt2_write_to_checkpoint(gpt, name);
+    path_of(name, folder, "state", step, ranks->process_rank);
+    save_state(name, step, gpt, data);
+    multi_gpu_barrier(ranks);
+    path_of(name, folder, "DONE", step);
+    if (ranks->process_rank == 0) fclose(fopenCheck(name, "w"));
+}
+
+void delete_checkpoint(const char* folder, int step, MultiGpuConfig* ranks) {
+    char name[400];
+    path_of(name, folder, "state", step, ranks->process_rank);
+    remove(name);
+    for (const char* what : {"model", "DONE"}) {
+        path_of(name, folder, what, step);
+        if (ranks->process_rank == 0) remove(name);
+    }
+}
+
+#ifndef TESTING
 void error_usage() {
     fprintf(stderr, "  -e tiny:LxC or a model file, -o folder, -n steps between checkpoints, -y 1: resume\n");
     fprintf(stderr,
@@ -522,9 +554,9 @@ void error_usage() {
 int main(int count, char** words)
 {
     const char *model_name = "tiny:2x23", *folder = NULL, *method = "mpi", *path = ".";
-    int B = 2, T = 16, tokens = -1, steps = 5, masters = 1, stage = 0, every = 0, resume = 0, ranks = 1,
-        rank = 0;
-    int odd_step = -1, odd_rank = -1, step = 0, from = 0;
+    int B = 2, T = 16, tokens = -1, steps = 5, masters = 1, stage = 0, every = 0, keep = 0, resume = 0,
+        ranks = 1, rank = 0, shuffled = 0;
+    int odd_step = -1, odd_rank = -1, step = 0, resuming = 0;
     int val_loss_every = 1;
     float rate = 0.01f, decay = 0.1f, most_zloss = 0.0f, most_zgrad = 0.0f, odd_factor = 1.0f;
     char name[400];
@@ -542,6 +574,8 @@ int main(int count, char** words)
         else if (!strcmp(flag, "w")) masters = atoi(value);
         else if (!strcmp(flag, "z")) stage = atoi(value);
         else if (!strcmp(flag, "n")) every = atoi(value);
+        else if (!strcmp(flag, "nk")) keep = atoi(value);
+        else if (!strcmp(flag, "i")) shuffled = atoi(value);
         else if (!strcmp(flag, "y")) resume = atoi(value);
         else if (!strcmp(flag, "sl")) most_zloss = atof(value);
         else if (!strcmp(flag, "sg")) most_zgrad = atof(value);
@@ -564,14 +598,12 @@ int main(int count, char** words)
     if (tokens < 0) tokens = tokens_at_once;
     must(tokens % tokens_at_once == 0, "make a step of -d tokens from", "whole batches");
     const int accumulate = tokens / tokens_at_once;
-    for (int s = 1; resume && s < 1000; s++) {
-        path_of(name, folder, "DONE", s);
-        if (access(name, R_OK) == 0) from = s;
-    }
+    const int from = find_max_step(folder);
+    if (resume && from > 0) resuming = 1;
 
     GPT2 gpt;
     gpt2_init_common(&gpt);
-    if (from) {
+    if (resuming) {
         path_of(name, folder, "model", from);
         gpt2_build_from_checkpoint(&gpt, name, !masters);
     } else if (strstr(model_name, ".bin")) gpt2_build_from_checkpoint(&gpt, model_name);
@@ -582,19 +614,27 @@ int main(int count, char** words)
     Logger log;
     DataLoader data;
     OutlierDetector of_loss, of_norm;
-    logger_init(&log, folder, rank, from > 0);
-    loader_init(&data, B, T, rank);
+    logger_init(&log, folder, rank, resuming);
+    dataloader_init(&data, B, T, rank, multi_gpu_config.num_processes, shuffled);
     init_detector(&of_loss);
     init_detector(&of_norm);
     gpt2_allocate_state(&gpt, B, T);
-    if (from) {
+    if (resuming) {
         path_of(name, folder, "state", from, rank);
         load_state(&step, &gpt, &data, name);
     }
 
-    for (; step < steps; ) {
+    for (; step <= steps; step++) {
+        const bool last_step = step == steps;
+        if (folder && every && !resuming && ((step > 0 && step % every == 0) || last_step)) {
+            write_checkpoint(folder, step, &gpt, &data, &multi_gpu_config);
+            const int old = step - keep * every;
+            if (keep && old > 0) delete_checkpoint(folder, old, &multi_gpu_config);
+        }
+        resuming = 0;
+        if (last_step) break;
         for (int part = 0; part < accumulate; part++) {
-            loader_next(&data);
+            dataloader_next_batch(&data);
             loss_factor = step == odd_step && rank == odd_rank ? odd_factor : 1.0f;
             gpt2_forward(&gpt, data.inputs, B, T);
             gpt2_backward_and_reduce(&gpt, data.inputs, data.targets, accumulate, part);
@@ -613,18 +653,8 @@ int main(int count, char** words)
         }
         if (step % val_loss_every == 0) printf0("step %d loss %.9g norm %.9g\n", step, gpt.mean_loss, norm);
         logger_log_train(&log, step, gpt.mean_loss, rate, norm);
-        step++;
-        if (folder && every && step % every == 0) {
-            path_of(name, folder, "model", step);
-            if (rank == 0) gpt2_write_to_checkpoint(&gpt, name);
-            path_of(name, folder, "state", step, rank);
-            save_state(name, step, &gpt, &data);
-            multi_gpu_barrier(&multi_gpu_config);
-            path_of(name, folder, "DONE", step);
-            if (rank == 0) fclose(fopenCheck(name, "w"));
-        }
     }
-    loader_free(&data);
+    dataloader_free(&data);
     MultiGpuConfig* together = &multi_gpu_config;
     multi_gpu_config_free(together);
     gpt2_free(&gpt);

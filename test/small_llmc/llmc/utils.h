@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <dirent.h>
 
 inline void must(bool good, const char* what, const char* name) {
     if (good) return;
@@ -23,4 +24,12 @@ inline void* mallocCheck(size_t bytes) {
     void* got = malloc(bytes);
     must(got != NULL, "allocate", "host memory");
     return got;
+}
+inline int find_max_step(const char* folder) {
+    int most = -1;
+    DIR* all = folder ? opendir(folder) : NULL;
+    for (struct dirent* one; all && (one = readdir(all)) != NULL;)
+        if (!strncmp(one->d_name, "DONE_", 5) && atoi(one->d_name + 5) > most) most = atoi(one->d_name + 5);
+    if (all) closedir(all);
+    return most;
 }
