@@ -118,6 +118,8 @@ build/test/%_program: test/%_program.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test
 	$(NVCC) $(FLAGS) $< -o $@ $(LIBS)
 
+build/test/train_program: train_mlp.cu
+
 # On a CPU a vector access that is not aligned would pass unseen; there it stops the program.
 build/test/%_fast: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test
