@@ -342,16 +342,36 @@ def edit_stop(plan):
     plan.change(*leave.span(1), f"last_step || zero_gpt2_stopped({model}, {write.arguments[1][0]})")
 
 
-@edit("flags", TRAINER, "-K, -R, -O and -H are new; stage and bucket size are known before weights are allocated")
+@edit("joining", TRAINER, "in stage 3 all ranks join in writing the model file and in sampling")
+def edit_joining(plan):
+    source = plan.source
+    write = source.call("gpt2_write_to_checkpoint", source.function("write_checkpoint").body)
+    choice = source.if_around(write.start)
+    plan.change(choice.end, choice.end, f" else {{ zero_gpt2_join_params_to_file({write.arguments[0][0]}); }}")
+    main = source.function("main")
+    condition = re.compile(r"multi_gpu_config\s*\.\s*process_rank\s*==\s*0(?=\s*&&\s*sample_every)")
+    found = list(condition.finditer(source.code, *main.body))
+    if not found:
+        return   # a fork that does not sample
+    plan.change(*found[0].span(), f"zero_gpt2_samples({main_model(source)})")
+    opening = source.code.index("{", found[0].end())
+    block = Span(opening, source.closing(opening))
+    for said in source.calls("printf", block):
+        plan.change(said.start, said.start + len("printf"), "printf0")
+    for said in source.calls("safe_printf", block):
+        plan.change(said.start, said.start, "if (multi_gpu_config.process_rank == 0) ")
+
+
+@edit("flags", TRAINER, "-K, -R, -A, -O and -H are new; stage and bucket size are known before weights are allocated")
 def edit_flags(plan):
     source, main = plan.source, plan.source.function("main")
     chain = source.find(r"\belse\s*\{\s*error_usage\s*\(", main.body, "the end of main's chain of flags")
     loop, index = source.for_around(chain.start())
     arguments = main.parameters[1]
-    taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KROH])'").search(source.text, *main.body)
+    taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KRAOH])'").search(source.text, *main.body)
     if taken:
         raise Missing(f"line {source.line(taken.start())}: -{taken[1]} is a flag of this llm.c already")
-    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -O, -H\n"
+    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -A, -O, -H\n"
                 f"zero_gpt2_read_flags(&zero_settings, {main.parameters[0]}, {arguments});")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
@@ -387,7 +407,10 @@ def edit_configs(plan):
               f"{config}->zero_stage = {stage};\n"
               f"{config}->shard_num_parameters = {count}; // until the state is allocated\n"
               f'printf0("| %-21s | %-50s |\\n", "llmc_zero",\n'
-              f'        {stage} == 0 ? "off: optimizer state on every rank" : "optimizer state sharded over the ranks");')
+              f'        {stage} == 0 ? "off: optimizer state on every rank"\n'
+              f'        : {stage} == 1 ? "optimizer state sharded over the ranks"\n'
+              f'        : {stage} == 2 ? "optimizer state and gradients sharded"\n'
+              f'                     : "optimizer state, gradients and parameters sharded");')
 
 
 @edit("include path", "Makefile", "where the headers lie that checkpoints need")

@@ -231,7 +231,7 @@ static inline ZeroResult zero_gpt2_save(GPT2* model, const char* filename, int s
 static inline void zero_gpt2_state_end(GPT2* model, FILE* file, const char* filename, int step,
                                        const DataLoader* loader) {
     if (fclose(file) != 0) zeroCheck(zero_error(ZERO_ERROR_MEMORY, "no host memory for llm.c's state"));
-    zero_gpt2_close_step(&model->zero->z);
+    zero_gpt2_close_step(model->zero);
     zeroCheck(zero_guard([&]() { return zero_gpt2_save(model, filename, step, loader); }));
 }
 

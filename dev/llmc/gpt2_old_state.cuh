@@ -270,8 +270,7 @@ static inline ZeroResult zero_gpt2_old_pieces(const ZeroGpt2OldState* old, ZeroS
 static inline ZeroResult zero_gpt2_old_apply(const ZeroGpt2OldState* old) {
     ZeroOptimizer* z = old->z;
     ZeroStaging staging = {};
-    void* params;
-    ZeroResult result = zero_params_acquire_all(z, &params);
+    ZeroResult result = zero_params_settle(z);
     if (result.code == ZERO_OK) result = zero_guard([&]() { return zero_gpt2_old_pieces(old, &staging); });
     if (result.code != ZERO_OK) zero_comm_drain(&z->comm);
     zero_staging_free(&staging);
