@@ -456,6 +456,13 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
     return zero_ok();
 }
 
+// -T FILE: can it be written? Known before the run, not behind it.
+static ZeroResult open_trace(const Options* o, int writes) {
+    FILE* file = o->trace && writes ? fopen(o->trace, "w") : NULL;
+    if (!o->trace || !writes || (file && fclose(file) == 0)) return zero_ok();
+    return zero_error(ZERO_ERROR_FILE, "-T %.160s: cannot write it: %s", o->trace, strerror(errno));
+}
+
 // -T FILE: one file for all ranks, each of which appends its events in turn.
 static ZeroResult write_trace(Mlp* mlp) {
     const Options* o = mlp->options;
@@ -542,6 +549,7 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     *fatal = 0;
     memset(&mlp, 0, sizeof(mlp));
     ZeroResult result = report_open(&report, o, world->rank == 0);
+    if (result.code == ZERO_OK) result = open_trace(o, world->rank == 0);
     if (result.code == ZERO_OK) result = mlp_prepare(&mlp, o, world);
     result = zero_world_agree(world, result);
     if (result.code == ZERO_OK) result = mlp_check_memory(&mlp);

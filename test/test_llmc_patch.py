@@ -416,6 +416,8 @@ ANCHORS = {
     "checkpoints": [(*named("find_max_step"), "the call of find_max_step"),
                     (*named("write_checkpoint"), "the definition of write_checkpoint"),
                     (*named("delete_checkpoint"), "the definition of delete_checkpoint")],
+    "joining": [(r"if \(ranks->process_rank == 0\) gpt2_write_to_checkpoint\(gpt, name\);", "keep(gpt, name);",
+                 "the call of gpt2_write_to_checkpoint")],
     "stop": [(r"\|\| last_step\)", "|| step == steps)", "last_step in the condition of write_checkpoint"),
              (r"if \(last_step\) break", "if (step == steps) break", "if (last_step) break"),
              (r"            write_checkpoint\(", "            keep_all(", "the call of write_checkpoint")],

@@ -151,6 +151,20 @@ SETTINGS = ["-K unit", "-K 0", "-K 0.01 -O 0", "-K unit -O 0", "-K 0.02"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ordered_gives_the_same_bits_in_every_stage(program, tmp_path, ranks, precision):
+    """-z 0, 1, 2 and 3 with -R ordered -A micro; one and two micro-steps, buckets, overlap, checkpoints in between."""
+    cases = [f"{setting} {tokens(ranks, 1 + i % 2)} -n 2" for i, setting in enumerate(SETTINGS[:3])]
+    lines = [f"{case} -z {z} -R ordered -A micro" for case in cases for z in (0, 1, 2, 3)]
+    outcomes = run_lines(program(precision), ranks, tmp_path, lines)
+    for i, case in enumerate(cases):
+        assert len({outcome.bits for outcome in outcomes[4 * i:4 * i + 4]}) == 1, case
+        for z, outcome in enumerate(outcomes[4 * i:4 * i + 4]):
+            assert f"stage {z}, " in outcome.out and outcome.model and len(outcome.column("trl")) == 4
+    assert outcomes[0].bits == outcomes[8].bits and outcomes[0].bits != outcomes[4].bits
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_stage_1_gives_the_bits_of_stage_0(program, tmp_path, ranks, precision):
     cases = [f"{setting} {tokens(ranks, 1 + i % 2)}" for i, setting in enumerate(SETTINGS)]
@@ -554,16 +568,16 @@ def test_under_mpi_alone(program, tmp_path):
 
 BAD = [("-K wide", "-K wide: a bucket size in MB, 0 .. 1e9, or unit"), ("-K -1", "-K -1: a bucket"),
        ("-K nan", "-K nan: a bucket"), ("-K 1x", "-K 1x: a bucket"),
-       ("-R ring", "-R ring: nccl or allreduce"),
-       ("-O 2", "-O 2: 0 or 1"), ("-O", "-z takes 0 and 1"), ("-Q 1", "-K <string> bucket size in MB"),
-       ("-KK 1", "-K <string> bucket size in MB"), ("-z 2", "-z 2: stages 0"), ("-z -1", "-z -1: stages 0"),
+       ("-R ring", "-R ring: nccl, ordered or allreduce"),
+       ("-O 2", "-O 2: 0 or 1"), ("-O", "-z 0 off, 1 optimizer state sharded"), ("-Q 1", "-K <string> bucket size in MB"),
+       ("-KK 1", "-K <string> bucket size in MB"), ("-z 4", "-z 4: 0 (off)"), ("-z -1", "-z -1: 0 (off)"),
        ("-z 1 -R allreduce", "allreduce")]
 
 
 def test_bad_flags(program, tmp_path):
     """One clear line, an exit code, and no rank that is left waiting. Most run alone, which is quicker."""
     for i, (flags, message) in enumerate(BAD):
-        ranks = 3 if flags in ("-K wide", "-z 2", "-z 1 -R allreduce") else None
+        ranks = 3 if flags in ("-K wide", "-z 4", "-z 1 -R allreduce") else None
         where = [] if ranks else ["-pi", "fs", "-pf", tmp_path]
         (tmp_path / "id").unlink(missing_ok=True)
         result = run([program("fp32"), *where, "-x", "1", *flags.split()], ranks=ranks, check=False,

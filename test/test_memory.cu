@@ -10,6 +10,26 @@
 
 namespace {
 
+ZeroPlanChoice choose(int rank, int stage, ZeroAlgorithm algorithm, double momentum, int masters) {
+    ZeroPlanChoice choice;
+    memset(&choice, 0, sizeof(choice));
+    choice.rank = rank;
+    choice.stage = stage;
+    choice.algorithm = algorithm;
+    choice.momentum = momentum;
+    choice.masters = masters;
+    choice.overlap = 1;
+    return choice;
+}
+
+size_t scratch(const ZeroLayout* layout, int rank, int stage) {
+    const ZeroPlanChoice choice = choose(rank, stage, ZERO_ADAM, 0.0, 0);
+    ZeroPlan plan;
+    ZeroResult r = zero_plan(&plan, layout, &choice);
+    EXPECT_EQ(r.code, ZERO_OK) << r.text;
+    return plan.scratch_bytes;
+}
+
 /* The recipe: 20 times Linear(2000, 2000), a unit each. Segments begin at multiples of 64 elements, so 2000
    biases take 2048 places, a layer 4,002,048, and all of them 80,040,960, padding included. */
 struct Recipe {
@@ -26,7 +46,7 @@ struct Recipe {
     }
     ~Recipe() { zero_layout_free(&layout); }
     ZeroPlan plan(int rank, int stage, ZeroAlgorithm algorithm, double momentum, int masters) {
-        ZeroPlanChoice choice = {rank, stage, algorithm, momentum, masters};
+        const ZeroPlanChoice choice = choose(rank, stage, algorithm, momentum, masters);
         ZeroPlan plan;
         ZeroResult r = zero_plan(&plan, &layout, &choice);
         EXPECT_EQ(r.code, ZERO_OK) << r.text;
@@ -87,19 +107,75 @@ TEST(Memory, ScratchCountsChunksPartialsAndSums) {
     ZeroLayout layout;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
     ASSERT_EQ(sizeof(ZeroChunk), 40u);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 4 * (40 + 8) + 256 + 2 * 8u); /* one rank gathers no sums */
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 0), zero_scratch_bytes(&layout, 0, 1)); /* one rank: one table */
+    EXPECT_EQ(scratch(&layout, 0, 1), 4 * (40 + 8) + 256 + 2 * 8u); /* one rank gathers no sums */
+    EXPECT_EQ(scratch(&layout, 0, 0), scratch(&layout, 0, 1)); /* one rank: one table */
     zero_layout_free(&layout);
     config.ranks = 4; /* slices of 1600: a chunk each; the last has 1345 real elements */
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 3, 1), 1 * (40 + 8) + 256 + 2 * 8 * 5u);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 3, 0), 1 * (40 + 8) + 4 * 40 + 256 + 2 * 8 * 5u);
+    EXPECT_EQ(scratch(&layout, 3, 1), 1 * (40 + 8) + 256 + 2 * 8 * 5u);
+    EXPECT_EQ(scratch(&layout, 3, 0), 1 * (40 + 8) + 4 * 40 + 256 + 2 * 8 * 5u);
     zero_layout_free(&layout);
     segment.count = (size_t)2048 * 5000; /* more chunks than partial sums */
     config.ranks = 1;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 5000 * 40 + 1024 * 8 + 256 + 2 * 8u);
+    EXPECT_EQ(scratch(&layout, 0, 1), 5000 * 40 + 1024 * 8 + 256 + 2 * 8u);
     zero_layout_free(&layout);
+}
+
+/* By hand: the recipe at N = 2, a bucket a layer of 4,002,048 elements (a multiple of 2 * 64). */
+TEST(Memory, Stages2And3HoldAUnitAtATime) {
+    const size_t layer = 4002048, all = 20 * layer;
+    std::vector<ZeroSegment> segments;
+    for (int i = 0; i < 20; i++) {
+        segments.push_back(zero_segment("weight", 4000000, i));
+        segments.push_back(zero_segment("bias", 2000, i));
+    }
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+        for (int held = 0; held <= 1; held++)
+            for (int overlap = 0; overlap <= 1; overlap++) {
+                const size_t bytes = zero_dtype_bytes(dtype), extra = held ? 1 : 0;
+                const int unit = 7;
+                ZeroLayoutConfig config = zero_layout_config(2, dtype);
+                ZeroLayout layout;
+                ZeroPlan plan;
+                config.units_apart = 1;
+                ASSERT_EQ(zero_layout(&layout, segments.data(), 40, &config).code, ZERO_OK);
+                ASSERT_EQ(zero_padded_count(&layout), all);
+                for (int stage = 2; stage <= 3; stage++) {
+                    ZeroPlanChoice choice = choose(0, stage, ZERO_ADAM, 0.0, 1);
+                    choice.overlap = overlap;
+                    choice.held_units = &unit;
+                    choice.held_units_count = held;
+                    ASSERT_EQ(zero_plan(&plan, &layout, &choice).code, ZERO_OK);
+                    EXPECT_EQ(plan.grads_bytes, 4 * all / 2 + (1 + (size_t)overlap + extra) * layer * bytes);
+                    EXPECT_EQ(plan.params_bytes,
+                              stage == 2 ? all * bytes : all / 2 * bytes + (2 + extra) * layer * bytes);
+                    EXPECT_EQ(plan.state_bytes, (dtype == ZERO_BF16 ? 3 : 2) * 4 * all / 2);
+                    const size_t chunks = plan.scratch_bytes;
+                    choice.reduction = ZERO_REDUCE_ORDERED; /* scratch: an eighth of a bucket */
+                    ASSERT_EQ(zero_plan(&plan, &layout, &choice).code, ZERO_OK);
+                    EXPECT_NEAR((double)plan.scratch_bytes, (double)(chunks + layer * bytes / 8), 6e4);
+                }
+                zero_layout_free(&layout);
+            }
+}
+
+/* bf16 sums and sums of micro-steps lie in an fp32 shard in stages 0 and 1, too. */
+TEST(Memory, SumsOfStages0And1) {
+    Recipe recipe(4, ZERO_BF16);
+    const size_t padded = zero_padded_count(&recipe.layout);
+    for (int stage = 0; stage <= 1; stage++)
+        for (ZeroReduction reduction : {ZERO_REDUCE_NCCL, ZERO_REDUCE_ORDERED})
+            for (ZeroAccumulation accumulation : {ZERO_ACCUMULATE_STEP, ZERO_ACCUMULATE_MICRO}) {
+                ZeroPlanChoice choice = choose(1, stage, ZERO_ADAM, 0.0, 1);
+                ZeroPlan plan;
+                choice.reduction = reduction;
+                choice.accumulation = accumulation;
+                const int sharded = reduction == ZERO_REDUCE_ORDERED || accumulation == ZERO_ACCUMULATE_MICRO;
+                ASSERT_EQ(zero_plan(&plan, &recipe.layout, &choice).code, ZERO_OK);
+                EXPECT_EQ(plan.grads_bytes, 2 * padded + (sharded ? 4 * padded / 4 : 0));
+                EXPECT_LE(plan.scratch_bytes, ((size_t)32 << 20) + 40 * 80000 + 8 * 40000);
+            }
 }
 
 TEST(Memory, RefusedInWords) {
@@ -107,10 +183,10 @@ TEST(Memory, RefusedInWords) {
     struct {
         int rank, stage;
         const char* word;
-    } rows[] = {
-        {0, 2, "stage 2"}, {0, 3, "stage 3"}, {0, -1, "stage -1"}, {2, 1, "rank 2"}, {-1, 1, "rank -1"}};
+    } rows[] = {{0, 2, "units_apart = 1"}, {0, 3, "units_apart = 1"}, {0, 4, "stage 4"},
+                {0, -1, "stage -1"},       {2, 1, "rank 2"},          {-1, 1, "rank -1"}};
     for (auto& row : rows) {
-        ZeroPlanChoice choice = {row.rank, row.stage, ZERO_ADAM, 0.0, 0};
+        const ZeroPlanChoice choice = choose(row.rank, row.stage, ZERO_ADAM, 0.0, 0);
         ZeroPlan plan;
         ZeroResult r = zero_plan(&plan, &recipe.layout, &choice);
         EXPECT_EQ(r.code, ZERO_ERROR_ARGUMENT);
@@ -123,7 +199,7 @@ TEST(Memory, RefusedInWords) {
 TEST(Memory, HugeModels) {
     ZeroSegment segment = zero_segment("w", SIZE_MAX / 64 - 4096, 0);
     ZeroLayoutConfig config = zero_layout_config(1, ZERO_BF16);
-    ZeroPlanChoice choice = {0, 0, ZERO_ADAM, 0.0, 1};
+    const ZeroPlanChoice choice = choose(0, 0, ZERO_ADAM, 0.0, 1);
     ZeroLayout layout;
     ZeroPlan plan;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);

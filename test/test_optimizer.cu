@@ -25,7 +25,7 @@ struct Model {
         for (size_t s = 0; s < counts.size(); s++)
             segments.push_back(zero_segment("tensor", counts[s], (int)(s / 2)));
         layout_config.bucket_bytes = bucket_bytes;
-        layout_config.units_apart = units_apart;
+        layout_config.units_apart = units_apart || config.stage >= 2;
         result = zero_layout(&layout, segments.data(), (int)segments.size(), &layout_config);
         if (result.code == ZERO_OK) result = create(config);
     }
@@ -97,16 +97,17 @@ struct Model {
     }
     // all params in model order
     ZeroResult params(std::vector<float>* all) {
-        void* flat;
+        int open = ZERO_NO_UNIT;
+        void* at;
         all->clear();
-        ZERO_TRY(zero_params_acquire_all(&z, &flat));
         for (int s = 0; s < layout.segments_count; s++) {
             std::vector<float> x(layout.segments[s].count);
             if (x.empty()) continue;
-            ZERO_TRY(read((char*)flat + layout.segments[s].flat_offset * zero_dtype_bytes(layout.dtype), x));
+            ZERO_TRY(zero_params_visit(&z, s, &open, &at));
+            ZERO_TRY(read(at, x));
             all->insert(all->end(), x.begin(), x.end());
         }
-        return zero_ok();
+        return zero_params_leave(&z, &open);
     }
 };
 
@@ -134,7 +135,7 @@ static const std::vector<Plan> PLANS = {{{1}, 0, 0},
 /* Cases A1, A5, C9, C10: each rank's gradient is its own function of the index; every weight moves to minus the mean, on
    every rank, in every plan. */
 TEST(Optimizer, EveryElementGetsTheMeanOfItsOwnGradients) {
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
             for (const Plan& plan : PLANS)
                 for (int overlap = 0; overlap <= 1; overlap++) {
@@ -158,7 +159,7 @@ TEST(Optimizer, EveryElementGetsTheMeanOfItsOwnGradients) {
 
 /* Cases C2, C3: micro gradients 1, 2, 3, 4 apply 2.5; the next step starts anew. */
 TEST(Optimizer, MicroStepsAddUpOnce) {
-    for (int stage = 0; stage <= 1; stage++) {
+    for (int stage = 0; stage <= 3; stage++) {
         std::vector<float> p;
         Model m(sgd(stage), ZERO_FP32, {100, 33, 7}, 256, 0);
         OK(m.result);
@@ -176,7 +177,7 @@ TEST(Optimizer, MicroStepsAddUpOnce) {
 
 /* Cases B1, B2, B5: gradient (3, 4) everywhere reports 5 at any number of ranks, sharded or not; clip halves it. */
 TEST(Optimizer, NormIsGlobalAndTheSameOnAllRanks) {
-    for (int stage = 0; stage <= 1; stage++) {
+    for (int stage = 0; stage <= 3; stage++) {
         ZeroConfig config = sgd(stage);
         std::vector<float> p;
         float norm = 0.0f;
@@ -193,13 +194,16 @@ TEST(Optimizer, NormIsGlobalAndTheSameOnAllRanks) {
 
 /* Case A7: whatever stands in the padding of gradients never reaches norm or weights. */
 TEST(Optimizer, PaddingIsNeverRead) {
-    for (int stage = 0; stage <= 1; stage++) {
+    for (int stage = 0; stage <= 3; stage++) {
         std::vector<float> p;
         float norm = 0.0f;
         Model m(sgd(stage), ZERO_FP32, {73}, 0, 0);
         OK(m.result);
         ASSERT_GT(zero_padded_count(&m.layout), 73u);
-        OK(m.write((float*)m.z.grads + 73, std::vector<float>(zero_padded_count(&m.layout) - 73, NAN)));
+        const std::vector<float> nans(zero_padded_count(&m.layout) - 73, NAN);
+        if (stage < 2) OK(m.write((float*)m.z.grads + 73, nans));
+        for (int i = 0; i < m.z.grads_slots.count; i++)
+            OK(m.write((float*)m.z.grads_slots.slots[i].memory + 73, nans));
         OK(m.step([](size_t) { return 1.0f; }, &norm));
         EXPECT_NEAR(norm, std::sqrt(73.0), 1e-6);
         OK(m.params(&p));
@@ -249,7 +253,7 @@ TEST(Optimizer, FixedOffsetsOfTheCaller) {
 /* Cases D1, D2: a poisoned step on one rank is no step at all, on every rank, for every optimizer and type. */
 TEST(Optimizer, APoisonedStepNeverHappened) {
     const float poisons[] = {NAN, INFINITY, -INFINITY};
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (int algorithm = ZERO_ADAMW; algorithm <= ZERO_SGD; algorithm++)
             for (int type = 0; type < 3; type++) {
                 std::vector<float> clean, poisoned;
@@ -301,7 +305,7 @@ TEST(Optimizer, TooManySkipsAreAnError) {
 
 /* zero_skip drops a good step on all ranks; t does not count it. */
 TEST(Optimizer, TheCallerMayDropAStep) {
-    for (int stage = 0; stage <= 1; stage++) {
+    for (int stage = 0; stage <= 3; stage++) {
         ZeroReport report;
         std::vector<float> p;
         Model m(sgd(stage), ZERO_FP32, {10, 200}, 0, 0);
@@ -342,12 +346,15 @@ TEST(Optimizer, AVoteIsHeardByAllInTheSameStep) {
 
 /* Case E2: weights written from outside are not undone by old masters. */
 TEST(Optimizer, MastersFollowNewWeights) {
-    for (int stage = 0; stage <= 1; stage++) {
+    for (int stage = 0; stage <= 3; stage++) {
         ZeroConfig config = sgd(stage);
         std::vector<float> p;
         Model m(config, ZERO_BF16, {100}, 0, 0);
         OK(m.result);
-        OK(m.write((ZeroBf16*)m.z.params + m.layout.segments[0].flat_offset, std::vector<float>(100, 1.5f)));
+        const std::vector<uint16_t> values(100, 0x3fc0); // 1.5
+        OK(zero_params_write(&m.z, 0, 0, 60, values.data()));
+        OK(zero_params_write(&m.z, 0, 60, 40, values.data()));
+        ASSERT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
         OK(zero_params_changed(&m.z));
         OK(m.step([](size_t) { return 1.0f; }, NULL, 0.0));
         OK(m.params(&p));
@@ -357,7 +364,7 @@ TEST(Optimizer, MastersFollowNewWeights) {
 
 /* zero_set_step: settings that come with the update give what settings from the start give. */
 TEST(Optimizer, AStepMayBringItsOwnSettings) {
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (int kind = 0; kind < 3; kind++) { // clip; a factor of the caller's; another t
             std::vector<float> from_start, with_step;
             for (int late = 0; late <= 1; late++) {
@@ -431,7 +438,7 @@ TEST(Optimizer, AStepsOwnSettingsAreChecked) {
 
 /* zero_state_changed: this rank's masters (fp32: its slices of the params) give back the params of all ranks. */
 TEST(Optimizer, ParamsComeBackFromTheState) {
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
             for (const Plan& plan : PLANS) {
                 ZeroConfig config = zero_config();
@@ -447,6 +454,13 @@ TEST(Optimizer, ParamsComeBackFromTheState) {
                 if (old.z.masters)
                     OK([&]() -> ZeroResult {
                         ZERO_TRY_CUDA(cudaMemcpyAsync(m.z.masters, old.z.masters, zero_state_bytes(&old.z),
+                                                      cudaMemcpyDeviceToDevice, m.stream));
+                        return zero_ok();
+                    }());
+                else if (m.z.schedule.params_sharded)
+                    OK([&]() -> ZeroResult {
+                        ZERO_TRY_CUDA(cudaMemcpyAsync(m.z.params, old.z.params,
+                                                      zero_params_bytes(&m.z.schedule, &m.layout),
                                                       cudaMemcpyDeviceToDevice, m.stream));
                         return zero_ok();
                     }());
@@ -504,7 +518,7 @@ static uint64_t expected_hash(const std::vector<float>& p) {
 
 /* Case C10: zero_check_replicas gives the hash of the model, whatever the plan, and sees one element on one rank. */
 TEST(Optimizer, ReplicasAreCompared) {
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
             for (const Plan& plan : PLANS) {
                 ZeroConfig config = zero_config();
@@ -522,6 +536,7 @@ TEST(Optimizer, ReplicasAreCompared) {
                 OK(m.give_all([](size_t) { return 0.0f; }));
                 OK(zero_update(&m.z, 0.0));
 
+                if (m.z.schedule.params_sharded) continue; // there is one copy of each element only
                 const ZeroSegment& segment = m.layout.segments[0];
                 const size_t at = segment.flat_offset + segment.count - 1;
                 if (world.rank == world.ranks - 1)
@@ -567,6 +582,7 @@ TEST(Optimizer, MisuseIsSaidInWords) {
     says(zero_begin(&m.z, 0, 0, 1.0), ZERO_ERROR_ARGUMENT, "0 of 0");
     says(zero_begin(&m.z, 0, 1, NAN), ZERO_ERROR_ARGUMENT, "grad_scale");
     OK(zero_begin(&m.z, 0, 2, 1.0));
+    says(zero_grads_ready(&m.z, 2), ZERO_ERROR_ORDER, "zero_grads_acquire did not give");
     OK(zero_grads_acquire(&m.z, 2, &pointer, &add));
     EXPECT_EQ(add, 0);
     OK(zero_grads_acquire(&m.z, 2, &pointer, &add)); // again before its ready
@@ -591,11 +607,24 @@ TEST(Optimizer, BadSettingsAreRefused) {
     struct {
         std::function<void(ZeroConfig*)> spoil;
         const char* words;
-    } cases[] = {{[](ZeroConfig* c) { c->stage = 2; }, "stage 2 is not in this version"},
+    } cases[] = {{[](ZeroConfig* c) { c->stage = 4; }, "stage 4; there are 0, 1, 2 and 3"},
                  {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
-                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ORDERED; }, "not in this version"},
-                 {[](ZeroConfig* c) { c->accumulation = ZERO_ACCUMULATE_MICRO; }, "not in this version"},
-                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "stage 0 only"},
+                 {[](ZeroConfig* c) { c->reduction = (ZeroReduction)7; }, "reduction 7 is not known"},
+                 {[](ZeroConfig* c) { c->accumulation = (ZeroAccumulation)7; }, "accumulation 7 is not known"},
+                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "works in stage 0"},
+                 {[](ZeroConfig* c) {
+                      c->stage = 0;
+                      c->reduction = ZERO_REDUCE_ALLREDUCE;
+                      c->accumulation = ZERO_ACCUMULATE_MICRO;
+                  },
+                  "once a step"},
+                 {[](ZeroConfig* c) {
+                      static const int unit = 3;
+                      c->stage = 3;
+                      c->held_units = &unit;
+                      c->held_units_count = 1;
+                  },
+                  "held unit 3"},
                  {[](ZeroConfig* c) {
                       c->beta1 = 1.0;
                       c->algorithm = ZERO_ADAMW;
@@ -615,7 +644,7 @@ TEST(Optimizer, BadSettingsAreRefused) {
 
 /* What the plan says is what is held, and nothing is left after zero_free. */
 TEST(Optimizer, HoldsWhatThePlanSays) {
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (int algorithm = ZERO_ADAMW; algorithm <= ZERO_SGD; algorithm++)
             for (int type = 0; type < 3; type++)
                 for (const Plan& layout_plan : PLANS) {
@@ -627,8 +656,7 @@ TEST(Optimizer, HoldsWhatThePlanSays) {
                     Model m(config, type ? ZERO_BF16 : ZERO_FP32, layout_plan.counts,
                             layout_plan.bucket_bytes, layout_plan.units_apart);
                     OK(m.result);
-                    ZeroPlanChoice choice = {world.rank, stage, config.algorithm, config.momentum,
-                                             config.masters};
+                    const ZeroPlanChoice choice = zero_plan_choice(&config, world.rank);
                     OK(zero_plan(&plan, &m.layout, &choice));
                     EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_PARAMS], plan.params_bytes);
                     EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_GRADS], plan.grads_bytes);
@@ -810,7 +838,7 @@ TEST(Optimizer, EveryCallMayFail) {
                            "cudaEventQuery",
                            "cudaEventElapsedTime",
                            "cudaStreamSynchronize"};
-    for (int stage = 0; stage <= 1; stage++)
+    for (int stage = 0; stage <= 3; stage++)
         for (const char* call : calls) {
             int failures = 0;
             // a rank that owns padding only launches and copies less, so the n-th call is not the same one on all ranks

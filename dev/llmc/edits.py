@@ -346,7 +346,9 @@ def edit_stop(plan):
 def edit_joining(plan):
     source = plan.source
     write = source.call("gpt2_write_to_checkpoint", source.function("write_checkpoint").body)
-    choice = source.if_around(write.start)
+    body = source.function("write_checkpoint").body
+    bare = source.block_around(write.start).start < body.start   # if (rank == 0) call; without brackets
+    choice = source.statement(write.start) if bare else source.if_around(write.start)
     plan.change(choice.end, choice.end, f" else {{ zero_gpt2_join_params_to_file({write.arguments[0][0]}); }}")
     main = source.function("main")
     condition = re.compile(r"multi_gpu_config\s*\.\s*process_rank\s*==\s*0(?=\s*&&\s*sample_every)")
