@@ -10,6 +10,16 @@
 
 namespace {
 
+ZeroPlanChoice choose(int rank, int stage, ZeroAlgorithm algorithm, double momentum, int masters) {
+    ZeroPlanChoice choice = {};
+    choice.rank = rank;
+    choice.stage = stage;
+    choice.algorithm = algorithm;
+    choice.momentum = momentum;
+    choice.masters = masters;
+    return choice;
+}
+
 /* The recipe: 20 times Linear(2000, 2000), a unit each. Segments begin at multiples of 64 elements, so 2000
    biases take 2048 places, a layer 4,002,048, and all of them 80,040,960, padding included. */
 struct Recipe {
@@ -26,7 +36,7 @@ struct Recipe {
     }
     ~Recipe() { zero_layout_free(&layout); }
     ZeroPlan plan(int rank, int stage, ZeroAlgorithm algorithm, double momentum, int masters) {
-        ZeroPlanChoice choice = {rank, stage, algorithm, momentum, masters};
+        ZeroPlanChoice choice = choose(rank, stage, algorithm, momentum, masters);
         ZeroPlan plan;
         ZeroResult r = zero_plan(&plan, &layout, &choice);
         EXPECT_EQ(r.code, ZERO_OK) << r.text;
@@ -81,24 +91,32 @@ TEST(Memory, StateByAlgorithmTypeAndStage) {
         }
 }
 
+size_t scratch_bytes(const ZeroLayout* layout, int rank, int stage) {
+    ZeroPlanChoice choice = choose(rank, stage, ZERO_ADAM, 0.0, 0);
+    ZeroPlan plan;
+    ZeroResult r = zero_plan(&plan, layout, &choice);
+    EXPECT_EQ(r.code, ZERO_OK) << r.text;
+    return plan.scratch_bytes;
+}
+
 TEST(Memory, ScratchCountsChunksPartialsAndSums) {
     ZeroSegment segment = zero_segment("w", 3 * 2048 + 1, 0);
     ZeroLayoutConfig config = zero_layout_config(1, ZERO_FP32);
     ZeroLayout layout;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
     ASSERT_EQ(sizeof(ZeroChunk), 40u);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 4 * (40 + 8) + 256 + 2 * 8u); /* one rank gathers no sums */
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 0), zero_scratch_bytes(&layout, 0, 1)); /* one rank: one table */
+    EXPECT_EQ(scratch_bytes(&layout, 0, 1), 4 * (40 + 8) + 256 + 2 * 8u); /* one rank gathers no sums */
+    EXPECT_EQ(scratch_bytes(&layout, 0, 0), scratch_bytes(&layout, 0, 1)); /* one rank: one table */
     zero_layout_free(&layout);
     config.ranks = 4; /* slices of 1600: a chunk each; the last has 1345 real elements */
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 3, 1), 1 * (40 + 8) + 256 + 2 * 8 * 5u);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 3, 0), 1 * (40 + 8) + 4 * 40 + 256 + 2 * 8 * 5u);
+    EXPECT_EQ(scratch_bytes(&layout, 3, 1), 1 * (40 + 8) + 256 + 2 * 8 * 5u);
+    EXPECT_EQ(scratch_bytes(&layout, 3, 0), 1 * (40 + 8) + 4 * 40 + 256 + 2 * 8 * 5u);
     zero_layout_free(&layout);
     segment.count = (size_t)2048 * 5000; /* more chunks than partial sums */
     config.ranks = 1;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
-    EXPECT_EQ(zero_scratch_bytes(&layout, 0, 1), 5000 * 40 + 1024 * 8 + 256 + 2 * 8u);
+    EXPECT_EQ(scratch_bytes(&layout, 0, 1), 5000 * 40 + 1024 * 8 + 256 + 2 * 8u);
     zero_layout_free(&layout);
 }
 
@@ -108,9 +126,9 @@ TEST(Memory, RefusedInWords) {
         int rank, stage;
         const char* word;
     } rows[] = {
-        {0, 2, "stage 2"}, {0, 3, "stage 3"}, {0, -1, "stage -1"}, {2, 1, "rank 2"}, {-1, 1, "rank -1"}};
+        {0, 2, "units_apart = 1"}, {0, 4, "stage 4"}, {0, -1, "stage -1"}, {2, 1, "rank 2"}, {-1, 1, "rank -1"}};
     for (auto& row : rows) {
-        ZeroPlanChoice choice = {row.rank, row.stage, ZERO_ADAM, 0.0, 0};
+        ZeroPlanChoice choice = choose(row.rank, row.stage, ZERO_ADAM, 0.0, 0);
         ZeroPlan plan;
         ZeroResult r = zero_plan(&plan, &recipe.layout, &choice);
         EXPECT_EQ(r.code, ZERO_ERROR_ARGUMENT);
@@ -123,7 +141,7 @@ TEST(Memory, RefusedInWords) {
 TEST(Memory, HugeModels) {
     ZeroSegment segment = zero_segment("w", SIZE_MAX / 64 - 4096, 0);
     ZeroLayoutConfig config = zero_layout_config(1, ZERO_BF16);
-    ZeroPlanChoice choice = {0, 0, ZERO_ADAM, 0.0, 1};
+    ZeroPlanChoice choice = choose(0, 0, ZERO_ADAM, 0.0, 1);
     ZeroLayout layout;
     ZeroPlan plan;
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
