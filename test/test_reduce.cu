@@ -13,7 +13,8 @@ float bf16_value(uint16_t bits) {
     memcpy(&x, &wide, 4);
     return x;
 }
-uint16_t bf16_cut(float x) { return (uint16_t)(bits_of(x) >> 16); }
+// noinline: g++ else folds cut and widened value back into x where the type is chosen at run time
+__attribute__((noinline)) uint16_t bf16_cut(float x) { return (uint16_t)(bits_of(x) >> 16); }
 
 /* Element `flat` of rank r: magnitudes far apart, so that another order of additions gives other bits. */
 float gradient(size_t flat, int r) {
@@ -141,6 +142,14 @@ TEST(Reduce, SumsInRankOrderToTheBit) {
                     for (int add = 0; add <= 1; add++)
                         for (size_t shift = 0; shift < 4; shift++)
                             check(COUNTS, OFFSETS, {dtype, ranks, rank, 1, 1, add, piece_count, shift});
+}
+
+/* Where NCCL has summed already, and on one rank: the kernel takes the own gradients as they are. */
+TEST(Reduce, TakesSumsThatAreThere) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+        for (int ranks : {1, 3})
+            for (int add = 0; add <= 1; add++)
+                check(COUNTS, OFFSETS, {dtype, ranks, ranks - 1, 0, 1, add, (size_t)1 << 20, 0});
 }
 
 TEST(Reduce, InPlaceInFp32) {
