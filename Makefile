@@ -62,7 +62,7 @@ UNIT_FILES := $(wildcard test/test_*.cu)
 ifeq ($(DEVICE),cuda)
   UNIT_FILES := $(filter-out test/test_cpu_%,$(UNIT_FILES))
 endif
-FAST_UNITS := $(filter test_adamw test_grad_norm,$(UNIT_FILES:test/%.cu=%))
+FAST_UNITS := $(filter test_adamw test_grad_norm test_reduce,$(UNIT_FILES:test/%.cu=%))
 PROGRAMS   := $(patsubst test/%.cu,build/test/%,$(wildcard test/*_program.cu))
 ifneq ($(RUN_ALL),1)
   PROGRAMS := $(filter-out build/test/save_program,$(PROGRAMS))   # for a slow test alone

@@ -5,8 +5,8 @@ from conftest import TOP, run, slow
 
 ON_RANKS = {"test_optimizer": (1, 2, 3, 4), "test_checkpoint": (1,)}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
-PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm") if name in PROGRAMS]
-IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw")
+PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm", "test_reduce") if name in PROGRAMS]
+IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw", "test_reduce")
 CASES = [(name, ranks) for name in PROGRAMS for ranks in ON_RANKS.get(name, (None,))]
 
 
