@@ -176,13 +176,15 @@ TEST_F(Cpu, PageableCopiesWaitPinnedOnesDoNot) {
 }
 
 TEST_F(Cpu, AnErrorStaysWithItsStream) {
-    for (const char* mode : {"eager", "lazy"}) {
+    for (const char* mode : {"eager", "lazy", "threads"}) {
         use("CUDA_CPU_STREAMS", mode);
         cudaStream_t a = make_stream(), b = make_stream();
         cudaEvent_t event = make_event();
         std::string ran;
         cudaError_t now = cuda_cpu::enqueue(a, "test", [] { return cudaErrorLaunchFailure; });
-        EXPECT_EQ(!strcmp(mode, "eager") ? cudaErrorLaunchFailure : cudaSuccess, now);
+        if (strcmp(mode, "threads")) { // there it may have run by now
+            EXPECT_EQ(!strcmp(mode, "eager") ? cudaErrorLaunchFailure : cudaSuccess, now);
+        }
         cudaLaunchHostFunc(a, append, &ran);
         cudaEventRecord(event, a);
         EXPECT_EQ(cudaErrorLaunchFailure, cudaStreamSynchronize(a));
@@ -212,6 +214,117 @@ TEST_F(Cpu, EventTiming) {
     EXPECT_GE(ms, 20);
     EXPECT_LT(ms, 2000);
     EXPECT_EQ(cudaErrorInvalidResourceHandle, cudaEventElapsedTime(&ms, start, untimed));
+}
+
+// ----------------------------------------------------------------------------
+// a thread for each stream
+
+/* Says that it runs, then waits until the other one does: ends only if both run at the same time. */
+__global__ void meet(volatile int* mine, const volatile int* other) {
+    *mine = 1;
+    __threadfence_system();
+    while (!*other) __nanosleep(100);
+}
+__global__ void hold_until(const volatile int* go, float* x, float value) {
+    while (!*go) __nanosleep(100);
+    *x = value;
+}
+
+TEST_F(Cpu, ThreadsRunStreamsAtTheSameTime) {
+    use("CUDA_CPU_STREAMS", "threads");
+    cudaStream_t a = make_stream(), b = make_stream();
+    int* flags;
+    OK(cudaMallocManaged(&flags, 2 * sizeof(int)));
+    flags[0] = flags[1] = 0;
+    OK(run(1, 1, a, meet, (volatile int*)flags, (const volatile int*)flags + 1));
+    OK(run(1, 1, b, meet, (volatile int*)flags + 1, (const volatile int*)flags));
+    OK(cudaDeviceSynchronize());
+    EXPECT_EQ(2, flags[0] + flags[1]);
+    OK(cudaFree(flags));
+}
+
+TEST_F(Cpu, ThreadsKeepWhatIsStated) {
+    use("CUDA_CPU_STREAMS", "threads");
+    cudaStream_t a = make_stream(), b = make_stream();
+    cudaEvent_t written = make_event(0), end = make_event(0);
+    int* go;
+    float pageable = 0, ms = -1;
+    Device<float> x(2);
+    OK(cudaMallocManaged(&go, sizeof(int)));
+    for (int round = 0; round < 200; round++) {
+        *(volatile int*)go = 0;
+        OK(run(1, 1, a, hold_until, (const volatile int*)go, x.data, (float)round)); // the call returns
+        OK(cudaEventRecord(written, a));
+        OK(cudaStreamWaitEvent(b, written, 0));
+        OK(run(1, 1, b, add, x.data + 1, (const float*)x.data, 4.0f));
+        OK(cudaEventRecord(end, b));
+        EXPECT_EQ(cudaErrorNotReady, cudaEventQuery(written));
+        EXPECT_EQ(cudaErrorNotReady, cudaEventQuery(written)); // polling runs nothing here
+        EXPECT_EQ(cudaErrorNotReady, cudaStreamQuery(b));
+        cudaGetLastError();
+        *(volatile int*)go = 1;
+        OK(cudaMemcpyAsync(&pageable, x.data + 1, 4, cudaMemcpyDeviceToHost, b)); // waits
+        EXPECT_EQ(round + 4, pageable);
+        OK(cudaEventElapsedTime(&ms, written, end));
+        EXPECT_GE(ms, 0);
+    }
+    OK(cudaFree(go));
+}
+
+TEST_F(Cpu, ThreadsKeepLegacyOrder) {
+    use("CUDA_CPU_STREAMS", "threads");
+    cudaStream_t a = make_stream(cudaStreamDefault), b = make_stream(cudaStreamDefault);
+    int* go;
+    Device<float> x(3);
+    OK(cudaMallocManaged(&go, sizeof(int)));
+    for (int round = 0; round < 50; round++) {
+        *(volatile int*)go = 0;
+        OK(run(1, 1, a, hold_until, (const volatile int*)go, x.data, (float)round));
+        OK(run(1, 1, 0, add, x.data + 1, (const float*)x.data, 1.0f));     // waits for a
+        OK(run(1, 1, b, add, x.data + 2, (const float*)x.data + 1, 1.0f)); // waits for the default stream
+        *(volatile int*)go = 1;
+        OK(cudaStreamSynchronize(b));
+        EXPECT_EQ(round + 2, x.at(2));
+    }
+    OK(cudaFree(go));
+}
+
+TEST_F(Cpu, ThreadsFinishWorkOfDestroyedStreams) {
+    use("CUDA_CPU_STREAMS", "threads");
+    std::string ran;
+    for (int i = 0; i < 20; i++) {
+        cudaStream_t a = make_stream();
+        OK(cudaLaunchHostFunc(
+            a, [](void*) { usleep(2000); }, nullptr));
+        OK(cudaLaunchHostFunc(a, append, &ran));
+        OK(cudaStreamDestroy(a));
+        OK(cudaDeviceSynchronize());
+        EXPECT_EQ((size_t)i + 1, ran.size());
+    }
+}
+
+TEST_F(Cpu, ThreadsEndAtResetAndAtExit) {
+    use("CUDA_CPU_STREAMS", "threads");
+    std::string ran;
+    cudaStream_t a = make_stream();
+    OK(cudaLaunchHostFunc(
+        a, [](void*) { usleep(20000); }, nullptr));
+    for (int i = 0; i < 1000; i++)
+        OK(cudaLaunchHostFunc(
+            a, [](void*) { usleep(1000); }, nullptr));
+    cudaDeviceReset(); // after what runs, without what has not begun
+    EXPECT_EQ(cudaErrorInvalidResourceHandle, cudaStreamSynchronize(a));
+    use("CUDA_CPU_STREAMS", "lazy");
+    EXPECT_EXIT(
+        {
+            use("CUDA_CPU_STREAMS", "threads");
+            cudaStream_t b = make_stream();
+            cudaLaunchHostFunc(
+                b, [](void*) { pause(); }, nullptr); // never ends, as a collective without peers
+            cudaLaunchHostFunc(b, append, &ran);
+            exit(7);
+        },
+        ::testing::ExitedWithCode(7), "");
 }
 
 // ----------------------------------------------------------------------------
@@ -426,8 +539,7 @@ TEST_F(Cpu, TheNthCallFails) {
 }
 
 TEST_F(Cpu, BadSettingsAreRefused) {
-    EXPECT_EXIT(use("CUDA_CPU_STREAMS", "threads"), FATAL, "CUDA_CPU_STREAMS=threads: not in this version");
-    EXPECT_EXIT(use("CUDA_CPU_STREAMS", "rush"), FATAL, "eager, lazy or rush:ID");
+    EXPECT_EXIT(use("CUDA_CPU_STREAMS", "rush"), FATAL, "eager, lazy, rush:ID or threads");
     EXPECT_EXIT(use("CUDA_CPU_SCHED", "rand"), FATAL, "fwd, rev or rand:N");
     EXPECT_EXIT(use("CUDA_CPU_FAIL", "cudaMalloc"), FATAL, "name:n");
     EXPECT_EXIT(use("CUDA_CPU_MEMORY", "1G"), FATAL, "whole number");

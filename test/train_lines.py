@@ -7,7 +7,7 @@ from pathlib import Path
 from conftest import TOP, run
 
 STREAM_MODES = ["", "CUDA_CPU_STREAMS=lazy", "CUDA_CPU_STREAMS=rush:0", "CUDA_CPU_STREAMS=rush:1",
-                "CUDA_CPU_STREAMS=rush:2 CUDA_CPU_SCHED=rev"]
+                "CUDA_CPU_STREAMS=rush:2 CUDA_CPU_SCHED=rev", "CUDA_CPU_STREAMS=threads"]
 PROGRAM = "build/test/train_program"
 
 

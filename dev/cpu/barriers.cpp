@@ -1,5 +1,6 @@
 /* dev/cpu/barriers.cpp - __syncthreads and the operations of a warp */
 #include "machine.h"
+#include <sched.h>
 
 namespace cuda_cpu {
 
@@ -150,7 +151,7 @@ unsigned live_lanes() {
     return ~m.done[m.thread / 32];
 }
 
-void spin_hint() {}
+void spin_hint() { sched_yield(); }
 
 void finish_waits_for(Machine& m, unsigned warp) {
     for (uint32_t left = m.at_warp[warp]; left; left &= left - 1)

@@ -209,9 +209,11 @@ void weight_grad(bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha,
 }
 
 void one_thread_per_rank() {
-    static bool done = false;
-    if (!done && !getenv("OPENBLAS_NUM_THREADS") && !getenv("OMP_NUM_THREADS")) openblas_set_num_threads(1);
-    done = true;
+    static const bool done = [] {
+        if (!getenv("OPENBLAS_NUM_THREADS") && !getenv("OMP_NUM_THREADS")) openblas_set_num_threads(1);
+        return true;
+    }();
+    (void)done;
 }
 
 } // namespace

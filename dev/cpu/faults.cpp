@@ -40,15 +40,24 @@ static void handle_fault(int number, siginfo_t* info, void*) {
 
 /* A handler needs a stack of its own when a fiber's has overflowed; each host thread has one. */
 void use_fault_stack() {
-    const size_t bytes = 64 << 10;
-    static thread_local bool done;
-    stack_t stack;
-    if (done) return;
-    done = true;
-    memset(&stack, 0, sizeof(stack));
-    stack.ss_sp = malloc(bytes); // for the life of the process: a fault can come at any time
-    stack.ss_size = bytes;
-    if (stack.ss_sp) sigaltstack(&stack, NULL);
+    struct FaultStack { // for the life of the thread: a fault can come at any time
+        stack_t stack;
+        FaultStack() {
+            memset(&stack, 0, sizeof(stack));
+            stack.ss_size = 64 << 10;
+            stack.ss_sp = malloc(stack.ss_size);
+            if (stack.ss_sp) sigaltstack(&stack, NULL);
+        }
+        ~FaultStack() {
+            stack_t none;
+            memset(&none, 0, sizeof(none));
+            none.ss_flags = SS_DISABLE;
+            sigaltstack(&none, NULL);
+            free(stack.ss_sp);
+        }
+    };
+    static thread_local FaultStack fault_stack;
+    (void)fault_stack;
 }
 
 void install_fault_handler() {

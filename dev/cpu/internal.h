@@ -10,7 +10,7 @@
 
 namespace cuda_cpu {
 
-enum StreamMode { STREAMS_EAGER, STREAMS_LAZY, STREAMS_RUSH };
+enum StreamMode { STREAMS_EAGER, STREAMS_LAZY, STREAMS_RUSH, STREAMS_THREADS };
 enum WarpOrder { ORDER_FORWARD, ORDER_REVERSE, ORDER_RANDOM };
 
 /* The environment, read at first use and again at cudaDeviceReset. */

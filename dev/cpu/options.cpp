@@ -95,9 +95,9 @@ static void read_options() {
     else if (suffix_number(streams, "rush:", &n) && n <= INT_MAX)
         o.streams = STREAMS_RUSH, o.rush_id = (int)n;
     else if (!strcmp(streams, "threads"))
-        fatal("CUDA_CPU_STREAMS=threads: not in this version");
+        o.streams = STREAMS_THREADS;
     else
-        fatal("CUDA_CPU_STREAMS=%s: eager, lazy or rush:ID is needed", streams);
+        fatal("CUDA_CPU_STREAMS=%s: eager, lazy, rush:ID or threads is needed", streams);
     const char* order = text_from("CUDA_CPU_SCHED", "fwd");
     o.order_seed = 0;
     if (!strcmp(order, "fwd"))

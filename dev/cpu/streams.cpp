@@ -3,27 +3,39 @@
    eager    an operation runs inside the call that enqueues it
    lazy     it runs when something waits for it: a synchronize call, cudaFree, a synchronous or pageable copy
    rush:ID  lazy, but what is enqueued on stream ID runs at once, after what it depends on and nothing else
+  threads  a worker thread for each stream, from its first operation on: streams run at the same time
 
    Invariants: (1) a stream's operations run in order; `done` counts those that have run. (2) An operation
    depends only on operations enqueued before it: on its predecessors, on the record that a wait saw when
    it was made, and (legacy default stream) on the counts in `after`. So forcing a dependency ends. (3) The
    lock is not held while an operation's work runs; `busy` marks its stream, and other host threads wait
-   for that. (4) Ids count from 1 in order of creation and start again at cudaDeviceReset; 0 is the default
+   for that. In threads mode only a stream's worker runs its operations, and whoever depends on them waits.
+   (4) Ids count from 1 in order of creation and start again at cudaDeviceReset; 0 is the default
    stream.
 */
 #include "streams.h"
 #include <condition_variable>
+#include <chrono>
+#include <sched.h>
+#include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 namespace cuda_cpu {
 
 std::mutex stream_lock;
-static std::condition_variable changed;
+
+/* These are never destroyed: at process end a worker may still wait there. */
+static std::condition_variable& changed = *new std::condition_variable;
 
 /* Live streams by handle, drained ones of destroyed handles gone, others kept until they have run. */
-static std::map<CUstream_st*, StreamRef> handles;
-static std::map<int, StreamRef> by_id;
+static std::map<CUstream_st*, StreamRef>& handles = *new std::map<CUstream_st*, StreamRef>;
+static std::map<int, StreamRef>& by_id = *new std::map<int, StreamRef>;
 static int next_id = 1;
+
+static int workers;        // threads mode: that run in process workers_of
+static pid_t workers_of;
+static bool ending;        // workers run nothing more
 
 static double now_ms() {
     struct timespec now;
@@ -50,6 +62,8 @@ StreamRef find_stream(cudaStream_t stream) {
 // ----------------------------------------------------------------------------
 // running
 
+static void start_worker(const StreamRef& stream);
+
 static void run_first(Hold& hold, const StreamRef& stream) {
     stream->busy = true;
     stream->runner = pthread_self();
@@ -60,7 +74,7 @@ static void run_first(Hold& hold, const StreamRef& stream) {
         run_until(hold, op.wait->stream, op.wait->count);
         if (op.wait->error != cudaSuccess && stream->error == cudaSuccess) stream->error = op.wait->error;
     }
-    if (op.work && stream->error == cudaSuccess) { // after an error nothing runs any more, as on a GPU
+    if (op.work && stream->error == cudaSuccess && !ending) { // after an error nothing runs any more, as on a GPU
         hold.unlock();
         cudaError_t error = op.work();
         op.work = nullptr;
@@ -78,16 +92,73 @@ static void run_first(Hold& hold, const StreamRef& stream) {
 }
 
 void run_until(Hold& hold, const StreamRef& stream, uint64_t count) {
-    while (stream->done < count) {
-        if (!stream->busy) {
+    const bool threads = options().streams == STREAMS_THREADS;
+    while (stream->done < count && !ending) {
+        if (threads && stream->worker_of != getpid()) start_worker(stream); // forked since
+        if (!stream->busy && !threads) {
             run_first(hold, stream);
         } else {
-            if (pthread_equal(stream->runner, pthread_self()))
+            if (stream->busy && pthread_equal(stream->runner, pthread_self()))
                 fatal("work on stream %d waits for its own stream", stream->id);
             changed.wait(hold);
         }
     }
 }
+
+/* Runs the stream's operations until it is destroyed and has none left, or all end. */
+static void* work(void* argument) {
+    StreamRef stream = *(StreamRef*)argument;
+    delete (StreamRef*)argument;
+    Hold hold(stream_lock);
+    while (!ending) {
+        if (!stream->queue.empty())
+            run_first(hold, stream);
+        else if (stream->destroyed)
+            break;
+        else
+            changed.wait(hold);
+    }
+    auto found = by_id.find(stream->id);
+    if (!ending && found != by_id.end() && found->second == stream) by_id.erase(found);
+    workers--;
+    changed.notify_all();
+    return NULL;
+}
+
+/* Workers are detached and counted: nobody has to join one whose stream was destroyed. */
+static void start_worker(const StreamRef& stream) {
+    pthread_t thread;
+    const pid_t self = getpid();
+    if (workers_of != self) workers = 0, workers_of = self;
+    if (stream->busy) fatal("stream %d was at work when this process was forked", stream->id);
+    stream->worker_of = self;
+    int error = pthread_create(&thread, NULL, work, new StreamRef(stream));
+    if (error) fatal("no thread for stream %d: %s", stream->id, strerror(error));
+    pthread_detach(thread);
+    workers++;
+}
+
+/* What has not begun never runs. Waits for what runs, at most so many seconds (0: as long as it takes). */
+static void end_workers(Hold& hold, double seconds) {
+    ending = true;
+    changed.notify_all();
+    auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    while (workers && workers_of == getpid())
+        if (seconds == 0)
+            changed.wait(hold);
+        else if (changed.wait_until(hold, until) == std::cv_status::timeout)
+            return;
+    ending = false;
+}
+
+/* A worker must not run while the process takes its data down; one that waits for a peer is left behind. */
+struct EndWorkersAtExit {
+    ~EndWorkersAtExit() {
+        Hold hold(stream_lock);
+        if (workers && workers_of == getpid()) end_workers(hold, 1.0);
+    }
+};
+static EndWorkersAtExit end_workers_at_exit;
 
 /* Adds the operation and runs it, if the mode says so. */
 cudaError_t add(Hold& hold, const StreamRef& stream, Operation&& op) {
@@ -103,6 +174,10 @@ cudaError_t add(Hold& hold, const StreamRef& stream, Operation&& op) {
     stream->queue.push_back(std::move(op));
     uint64_t count = ++stream->enqueued;
     const Options& o = options();
+    if (o.streams == STREAMS_THREADS) {
+        if (stream->worker_of != getpid()) start_worker(stream);
+        changed.notify_all();
+    }
     if (o.streams == STREAMS_EAGER || (o.streams == STREAMS_RUSH && stream->id == o.rush_id))
         run_until(hold, stream, count);
     return stream->error;
@@ -156,8 +231,9 @@ cudaError_t synchronize_device() {
 
 void reset_streams() {
     Hold hold(stream_lock);
-    handles.clear();
     for (auto& stream : by_id) stream.second->queue.clear(); // as a reset does: what has not run is lost
+    end_workers(hold, 0);
+    handles.clear();
     by_id.clear();
     next_id = 1;
     reset_events();
@@ -166,7 +242,15 @@ void reset_streams() {
 /* A query that runs nothing would let a host that polls wait for ever; the second one for the same point
    counts as the time that passes on a GPU, and runs up to it. */
 cudaError_t query_point(Hold& hold, const StreamRef& stream, uint64_t count, bool asked_before) {
-    if (stream->done < count && asked_before) run_until(hold, stream, count);
+    if (options().streams == STREAMS_THREADS) {
+        if (stream->done < count) { // the worker wants the lock and the processor
+            hold.unlock();
+            sched_yield();
+            hold.lock();
+        }
+    } else if (stream->done < count && asked_before) {
+        run_until(hold, stream, count);
+    }
     return stream->done < count ? cudaErrorNotReady : cudaSuccess;
 }
 
@@ -209,6 +293,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     if (found == handles.end()) return set_error(cudaErrorInvalidResourceHandle);
     StreamRef stream = found->second;
     handles.erase(found);
+    stream->destroyed = true;
+    changed.notify_all();
     if (stream->done == stream->enqueued) by_id.erase(stream->id); // else it runs to its end when waited for
     return cudaSuccess;
 }

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <pthread.h>
+#include <sys/types.h>
 #include <utility>
 #include <vector>
 
@@ -38,7 +39,9 @@ struct CUstream_st {
     uint64_t enqueued = 0, done = 0;
     uint64_t asked = 0; // lazy: the point that a query has found not ready
     bool busy = false;
-    pthread_t runner;
+    pthread_t runner; // if busy
+    pid_t worker_of = 0;  // threads: the process in which its worker runs (a forked one has none)
+    bool destroyed = false;
     cudaError_t error = cudaSuccess;
 };
 
