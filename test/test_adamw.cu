@@ -79,7 +79,7 @@ struct Place {
 ZeroScalars scalars_for(const Settings& s) {
     Device<double> sums(std::vector<double>{4.0, 0.0});
     Device<ZeroScalars> scalars(std::vector<ZeroScalars>(1, ZeroScalars()));
-    ZeroNorm norm = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at};
+    ZeroNorm norm = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at, 0};
     ZeroStepSettings settings = {s.algorithm == ZERO_SGD ? 0.5 : s.beta1,
                                  s.algorithm == ZERO_SGD ? 0.5 : s.beta2,
                                  s.grad_scale,
@@ -160,7 +160,8 @@ Model update(const Model& before, const Settings& s, const Place& place = Place(
                        s.has_v() ? floats[4].at + place.shift[4] : NULL,
                        scalars.at,
                        bf16 ? ZERO_BF16 : ZERO_FP32,
-                       s.algorithm};
+                       s.algorithm,
+                       0, 0, 0, 0};
     ZeroHyper hyper = zero_hyper(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum);
     ok(zero_update_launch(&work, &hyper, 0, table.size(), NULL));
     ok(cudaDeviceSynchronize());
@@ -465,7 +466,7 @@ TEST(AdamW, FactorZeroFreezesTheParameters) {
 TEST(AdamW, NothingToDoLaunchesNothing) {
     ZeroHyper hyper = zero_hyper(0.1, 0.9, 0.999, 1e-8, 0, 0);
     float dummy = 0;
-    ZeroUpdate work = {NULL, NULL, NULL, NULL, &dummy, &dummy, NULL, ZERO_FP32, ZERO_ADAMW};
+    ZeroUpdate work = {NULL, NULL, NULL, NULL, &dummy, &dummy, NULL, ZERO_FP32, ZERO_ADAMW, 0, 0, 0, 0};
     EXPECT_EQ(zero_update_launch(&work, &hyper, 0, 0, NULL).code, ZERO_OK);
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
@@ -475,14 +476,14 @@ TEST(AdamW, MissingStateIsRefusedInWords) {
     float dummy = 0;
     for (size_t chunks :
          {(size_t)0, (size_t)1}) { /* on a rank that owns nothing too, so that all ranks see it */
-        ZeroUpdate work = {NULL, NULL, NULL, NULL, NULL, &dummy, NULL, ZERO_FP32, ZERO_ADAMW};
+        ZeroUpdate work = {NULL, NULL, NULL, NULL, NULL, &dummy, NULL, ZERO_FP32, ZERO_ADAMW, 0, 0, 0, 0};
         EXPECT_NE(strstr(zero_update_launch(&work, &hyper, 0, chunks, NULL).text, "exp_avg"), nullptr);
         work.exp_avg = &dummy, work.exp_avg_sq = NULL, work.algorithm = ZERO_ADAM;
         EXPECT_NE(strstr(zero_update_launch(&work, &hyper, 0, chunks, NULL).text, "exp_avg_sq"), nullptr);
         work.exp_avg = NULL, work.algorithm = ZERO_SGD; /* momentum 0.9 with nowhere to keep it */
         EXPECT_NE(strstr(zero_update_launch(&work, &hyper, 0, chunks, NULL).text, "momentum 0.9"), nullptr);
     }
-    ZeroUpdate work = {NULL, NULL, NULL, NULL, &dummy, &dummy, NULL, ZERO_FP32, ZERO_ADAMW};
+    ZeroUpdate work = {NULL, NULL, NULL, NULL, &dummy, &dummy, NULL, ZERO_FP32, ZERO_ADAMW, 0, 0, 0, 0};
     EXPECT_NE(strstr(zero_update_launch(&work, &hyper, 0, (size_t)1 << 31, NULL).text, "2147483648 chunks"),
               nullptr);
 }
@@ -731,7 +732,8 @@ Model run_on_ranks(const Settings& settings, const std::vector<ZeroSegment>& seg
                                s.has_v() ? v.at : NULL,
                                scalars.at,
                                layout.dtype,
-                               s.algorithm};
+                               s.algorithm,
+                               0, 0, 0, 0};
             ZeroHyper hyper = zero_hyper(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum);
             for (int b = 0; b < layout.buckets_count; b++)
                 ok(zero_update_launch(&work, &hyper, first[b], first[b + 1] - first[b], NULL));

@@ -79,7 +79,7 @@ struct Ranks {
         ZeroNorm work = {
             chunks.at,    table.size(), bf16 ? (void*)(halves.at + shift) : (void*)(floats.at + shift),
             layout.dtype, partials.at,  own.at,
-            own.at,       NULL};
+            own.at,       NULL,         0};
         if (!passengers.empty()) passenger.put(std::vector<double>(1, passengers[(size_t)rank]));
         ok(zero_norm_partials(&work, NULL));
         ok(zero_norm_sum(&work, passengers.empty() ? NULL : passenger.at, 0, NULL));
@@ -99,7 +99,7 @@ struct Ranks {
         Device<double> all(sums);
         for (ZeroScalars& s : scalars) {
             Device<ZeroScalars> device(std::vector<ZeroScalars>(1, s));
-            ZeroNorm work = {NULL, 0, NULL, layout.dtype, NULL, NULL, all.at, device.at};
+            ZeroNorm work = {NULL, 0, NULL, layout.dtype, NULL, NULL, all.at, device.at, 0};
             ok(zero_norm_finish(&work, &settings, NULL));
             s = device.get()[0];
             EXPECT_EQ(memcmp(&s, &scalars[0], sizeof(s)), 0) << "ranks differ";
@@ -299,7 +299,7 @@ TEST(Clip, FactorAndNorm) {
 TEST(Clip, ImpossibleSettingsAreRefusedInWords) {
     Device<double> sums(std::vector<double>{1, 0});
     Device<ZeroScalars> scalars(std::vector<ZeroScalars>(1, ZeroScalars()));
-    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at};
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at, 0};
     for (double bad : {(double)NAN, (double)INFINITY, 1e300, -1e39}) {
         ZeroStepSettings settings = settings_of(1, bad);
         ZeroResult r = zero_norm_finish(&work, &settings, NULL);
@@ -343,7 +343,7 @@ TEST(Norm, ARankWithNothingLaunchesNothingAndSendsZero) {
     EXPECT_EQ(x.tables[3].size(), 0u);
     Floats flat = x.flat({3, 0, 4}, NAN);
     EXPECT_EQ(x.own_sums(3, flat)[0], 0.0);
-    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, NULL, NULL, NULL}; /* nothing here could be touched */
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, NULL, NULL, NULL, 0}; /* nothing here could be touched */
     ok(zero_norm_partials(&work, NULL));
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
     EXPECT_EQ(x.norm({flat}, settings_of(4)).norm, 5.0f);

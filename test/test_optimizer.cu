@@ -2,6 +2,7 @@
    lr 1 and gradients that are small integers, so that every expected number is exact. */
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <string>
@@ -752,6 +753,56 @@ TEST(Optimizer, MisuseOfSlotsIsSaidInWords) {
             }
             OK(zero_update(&m.z, 1.0));
         }
+}
+
+/* Random bf16 gradients: RMS error, against float64, of the sum that the update reads. A ring rounds to bf16 at every hop,
+   `ordered` adds in fp32 and keeps that. Each rank looks at its own slice. */
+static double rms_of_own_sums(ZeroReduction reduction) {
+    const size_t count = 20000;
+    auto gradient = [](int rank, size_t i) {
+        const uint64_t bits = zero_mix(i * 64 + (uint64_t)rank);
+        const double uniform = (double)(bits >> 11) / 9007199254740992.0 - 0.5;
+        uint32_t wide;
+        float x = (float)uniform;
+        memcpy(&wide, &x, 4);
+        wide &= 0xffff0000u; // a bf16 number
+        memcpy(&x, &wide, 4);
+        return x;
+    };
+    ZeroConfig config = sgd(1);
+    config.reduction = reduction;
+    Model m(config, ZERO_BF16, {count}, 0, 0);
+    EXPECT_EQ(m.result.code, ZERO_OK) << m.result.text;
+    EXPECT_EQ(zero_begin(&m.z, 0, 1, 1.0).code, ZERO_OK);
+    EXPECT_EQ(m.give_all([&](size_t i) { return gradient(world.rank, i); }).code, ZERO_OK);
+    EXPECT_EQ(zero_grad_norm(&m.z, NULL).code, ZERO_OK);
+    const size_t first = zero_slice_offset(&m.layout, 0, world.rank);
+    const size_t end = std::min(first + zero_slice_count(&m.layout, 0), count);
+    std::vector<float> sums(end - first);
+    if (m.z.sums) {
+        EXPECT_EQ(cudaMemcpyAsync(sums.data(), m.z.sums, sums.size() * sizeof(float), cudaMemcpyDeviceToHost, m.stream),
+                  cudaSuccess);
+        EXPECT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
+    } else {
+        EXPECT_EQ(m.read((char*)m.z.grads + first * 2, sums).code, ZERO_OK);
+    }
+    double squares = 0.0;
+    for (size_t i = first; i < end; i++) {
+        double exact = 0.0;
+        for (int r = 0; r < world.ranks; r++) exact += (double)gradient(r, i);
+        squares += (sums[i - first] - exact) * (sums[i - first] - exact);
+    }
+    EXPECT_EQ(zero_update(&m.z, 0.0).code, ZERO_OK);
+    return std::sqrt(squares / (double)(end - first));
+}
+
+TEST(Optimizer, OrderedKeepsWhatARingRoundsAway) {
+    if (world.ranks == 1) return;
+    const double ring = rms_of_own_sums(ZERO_REDUCE_NCCL), ordered = rms_of_own_sums(ZERO_REDUCE_ORDERED);
+    EXPECT_GT(ring, 1e-4);
+    EXPECT_LT(1000.0 * ordered, ring);
+    if (world.rank == 0)
+        printf("rms error of sums over %d ranks: ring %.3e, ordered %.3e\n", world.ranks, ring, ordered);
 }
 
 #ifdef CUDA_CPU

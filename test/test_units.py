@@ -24,6 +24,12 @@ def test_unit(name, ranks):
     assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out
 
 
+def test_ordered_sums_on_8_ranks():
+    result = run([str(TOP / "build/test/test_optimizer"), "--gtest_filter=Optimizer.Ordered*:Optimizer.EveryElement*"], ranks=8,
+                 timeout=300)
+    assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out and "rms error of sums over 8 ranks" in result.out
+
+
 @pytest.mark.parametrize("ranks,tests", [(8, "Checkpoint.Any*:Checkpoint.TheFile*:Checkpoint.ADamaged*"),
                                          *(pytest.param(ranks, "*", marks=slow) for ranks in (2, 3, 4))])
 def test_checkpoint_on_more_ranks(ranks, tests):
