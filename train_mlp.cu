@@ -471,7 +471,7 @@ static ZeroResult write_trace(Mlp* mlp) {
     if (!o->trace) return zero_ok();
     ZERO_TRY(zero_comm_drain(&mlp->zero.comm));
     ZERO_TRY(zero_timeline_drain(timeline));
-    const double mine = timeline->entries_count ? timeline->entries[0].begin_us : zero_clock_us();
+    const double mine = zero_timeline_first_us(timeline);
     double* all = (double*)malloc((size_t)world->ranks * sizeof(double));
     if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
     ZeroResult result = zero_world_gather(mlp->world, &mine, sizeof(mine), all);

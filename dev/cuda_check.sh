@@ -5,7 +5,7 @@
 #      with warnings as errors and linked against the real NCCL, cuBLASLt and MPI.
 #   2. Each header of llmc_zero: alone, first, twice, in two translation units of one program. Those that are
 #      for the host only also as C99 and C++ without nvcc. All of them with ZERO_NO_NCCL and without NCCL.
-#   3. The PTX of the update and norm kernels built with --use_fast_math: see dev/ptx_check.py.
+#   3. The PTX of the update, norm and sum kernels built with --use_fast_math: see dev/ptx_check.py.
 #   4. With LLMC_DIR=a checkout of llm.c: its patched programs, see dev/llmc/compare.sh --nvcc-only.
 #
 # Where there is no nvcc, dev/deps.sh cuda fetches one from PyPI. Should that fail too (no network), the check
@@ -15,7 +15,7 @@ set -euo pipefail
 [[ ${LLMC_DIR:-/} == /* ]] || export LLMC_DIR=$PWD/$LLMC_DIR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=build/cuda-check
-host_only=(check layout memory)   # headers that need no CUDA
+host_only=(check layout schedule memory)   # headers that need no CUDA
 
 # One job: its name, then its command line. Its output goes to a file, which is shown if the job fails.
 if [[ ${1:-} == --job ]]; then

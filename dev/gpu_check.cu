@@ -171,7 +171,7 @@ static ZeroResult make_buffers(Bench* b, ZeroRounding rounding) {
     b->hyper = zero_hyper(1e-4, 0.9, 0.999, 1e-8, 0.01, 0.0);
     double* own_sums = b->sums + ZERO_NORM_BLOCKS_MAX;
     b->norm = ZeroNorm{b->chunks, b->chunks_count, b->update.grads, dtype, b->sums, own_sums, own_sums,
-                       scalars};
+                       scalars, 0};
 
     ZERO_TRY(fill(b->arena, b->arena_bytes - states, 0x80ff80ffu, b->stream));
     ZERO_TRY(fill(b->update.exp_avg_sq, states, 0x00ff00ffu, b->stream));

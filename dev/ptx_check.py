@@ -4,10 +4,12 @@
 Every kernel whose name begins with zero_:
   - no approximate arithmetic in fp32 (sqrt.approx, div.approx, div.full, rcp.approx, rsqrt.approx ...).
     .rn.ftz is all right: what --use_fast_math may do to denormals is known and the same on both paths.
-Every instance of the update kernel (3 algorithms x fp32, bf16 with masters, bf16 stochastic: nine are due):
+Every instance of the update kernel (3 algorithms x fp32, and bf16 with masters and stochastic, each with gradients in bf16
+and in fp32: fifteen are due):
   - fp32 data is read and written 16 bytes at a time (v4.f32), at least once for each buffer it has to touch;
   - bf16 data is read and written 8 bytes at a time (v2.b32, v4.b16 or b64), once or more for each of them.
-Every instance of the norm kernel: the same for its one read.
+Every instance of the norm kernel: the same for its one read; of the sum kernel (two are due) for its own gradients, those of
+the others, the sums before and the store.
 
 Prints one line a kernel; exit code 1 if something is not as it should be.
 """
@@ -22,6 +24,7 @@ ACCESSES = [re.compile(r"\b" + kind + width) for width in (WIDE, HALF) for kind 
 NAMES = ("v4.f32 loads", "v4.f32 stores", "8-byte loads", "8-byte stores")
 ALGORITHMS = ("AdamW", "Adam", "SGD")                         # ZeroAlgorithm
 ROUNDINGS = ("fp32", "bf16 + masters", "bf16 stochastic")     # ZeroRounding
+WITH_FP32_GRADS = {"bf16 + masters": (2, 1, 0, 1), "bf16 stochastic": (1, 0, 1, 1)}
 # Buffers that must be read and written: (fp32 loads, fp32 stores, bf16 loads, bf16 stores) without m and v
 ALWAYS = {"fp32": (2, 1, 0, 0), "bf16 + masters": (1, 1, 1, 1), "bf16 stochastic": (0, 0, 2, 1)}
 
@@ -38,11 +41,15 @@ def expected(name):
     if update:
         algorithm, rounding = ALGORITHMS[int(update[1])], ROUNDINGS[int(update[2])]
         states = 1 if algorithm == "SGD" else 2
-        loads, stores, loads_8, stores_8 = ALWAYS[rounding]
-        return f"update {algorithm}, {rounding}", (loads + states, stores + states, loads_8, stores_8)
+        wide_grads = rounding != "fp32" and name[update.end():].startswith("8ZeroBf16f")
+        loads, stores, loads_8, stores_8 = (WITH_FP32_GRADS if wide_grads else ALWAYS)[rounding]
+        return f"update {algorithm}, {rounding}{', fp32 sums' if wide_grads else ''}", (loads + states, stores + states, loads_8, stores_8)
     if "zero_norm_partials_kernel" in name:
         bf16 = "ZeroBf16" in name
         return f"norm {'bf16' if bf16 else 'fp32'}", (0, 0, 1, 0) if bf16 else (1, 0, 0, 0)
+    if "zero_sum_kernel" in name:
+        bf16 = "ZeroBf16" in name
+        return f"sum {'bf16' if bf16 else 'fp32'}", (1, 1, 2, 0) if bf16 else (3, 1, 0, 0)
     length, rest = re.match(r"_Z(\d+)(\w+)", name).groups()
     return rest[:int(length)], (0, 0, 0, 0)
 
@@ -53,20 +60,21 @@ def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         found = {name: body for name, body in kernels(file.read()).items() if re.match(r"_Z\d+zero_", name)}
     wrong = 0
-    updates = 0
+    updates = sums = 0
     for name, body in found.items():
         title, least = expected(name)
         updates += title.startswith("update")
+        sums += title.startswith("sum ")
         counts = [len(pattern.findall(body)) for pattern in ACCESSES]
         faults = sorted(set(APPROXIMATE.findall(body)))
         for what, count, need in zip(NAMES, counts, least):
             if count < need:
                 faults.append(f"{count} {what}, {need} needed")
         wrong += bool(faults)
-        print(f"ptx: {title:32} v4.f32 {counts[0]:2} loads {counts[1]:2} stores   8-byte {counts[2]:2} loads "
+        print(f"ptx: {title:42} v4.f32 {counts[0]:2} loads {counts[1]:2} stores   8-byte {counts[2]:2} loads "
               f"{counts[3]:2} stores   {'fine' if not faults else 'WRONG: ' + '; '.join(faults)}")
-    if updates != 9:
-        print(f"ptx: WRONG: {updates} instances of the update kernel, 9 expected")
+    if updates != 15 or sums != 2:
+        print(f"ptx: WRONG: {updates} instances of the update kernel and {sums} of the sum kernel, 15 and 2 expected")
         wrong += 1
     return 1 if wrong else 0
 

@@ -1,18 +1,20 @@
-/* test/ptx_kernels.cu - makes the compiler emit every kernel of norm and update, for dev/ptx_check.py to look
+/* test/ptx_kernels.cu - makes the compiler emit every kernel of sum, norm and update, for dev/ptx_check.py to look
    at.
 
    The launchers choose among three algorithms times three kinds of rounding, so calling them instantiates all
    of them. Nothing here runs.
 */
 #include "llmc_zero/adamw.cuh"
+#include "llmc_zero/reduce.cuh"
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
-                            const ZeroHyper* hyper, size_t chunks_count, const double* passenger,
+                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count, const double* passenger,
                             cudaStream_t stream);
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
-                            const ZeroHyper* hyper, size_t chunks_count, const double* passenger,
+                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count, const double* passenger,
                             cudaStream_t stream) {
+    ZERO_TRY(zero_sum_launch(sum, stream));
     ZERO_TRY(zero_norm_partials(norm, stream));
     ZERO_TRY(zero_norm_sum(norm, passenger, 0, stream));
     ZERO_TRY(zero_norm_finish(norm, settings, stream));
