@@ -78,14 +78,16 @@ extern "C" int close(int fd) {
 extern "C" int ftruncate(int fd, off_t length) noexcept {
     return fault_strikes("ftruncate") ? (errno = fault.error, -1) : (int)syscall(SYS_ftruncate, fd, length);
 }
+#ifdef CUDA_CPU /* nvcc takes operator new for device code, too */
 /* The at-th piece of host memory is not there. */
-__host__ __attribute__((noinline)) void* operator new(size_t bytes) {
+__attribute__((noinline)) void* operator new(size_t bytes) {
     void* memory = fault_strikes("new") ? NULL : malloc(bytes ? bytes : 1);
     if (!memory) throw std::bad_alloc();
     return memory;
 }
-__host__ __attribute__((noinline)) void operator delete(void* memory) noexcept { free(memory); }
-__host__ __attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { free(memory); }
+__attribute__((noinline)) void operator delete(void* memory) noexcept { free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { free(memory); }
+#endif
 extern "C" ssize_t pwrite(int fd, const void* from, size_t bytes, off_t offset) {
     if (fault_strikes("pwrite")) {
         if (fault.error) return errno = fault.error, -1;
