@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # dev/cuda_check.sh - what the real CUDA compiler says about this project; no GPU needed. `make cuda-check`.
 #
-#   1. train_mlp, with MPI and without, and every test program for GPUs, compiled for sm_80, sm_90 and sm_100
-#      with warnings as errors and linked against the real NCCL, cuBLASLt and MPI.
+#   1. train_mlp, with MPI and without, gpu_check and the programs that tests start, compiled for sm_80, sm_90 and sm_100,
+#      and every unit test for sm_90, with warnings as errors and linked against the real NCCL, cuBLASLt and MPI.
 #   2. Each header of llmc_zero: alone, first, twice, in two translation units of one program. Those that are
 #      for the host only also as C99 and C++ without nvcc. All of them with ZERO_NO_NCCL and without NCCL.
 #   3. The PTX of the update, norm and sum kernels built with --use_fast_math: see dev/ptx_check.py.
@@ -76,14 +76,16 @@ for file in test/test_*.cu test/*_program.cu dev/gpu_check.cu; do
     name=$(basename "$file" .cu)
     [[ $name != test_cpu_* && -e $file ]] || continue
     gtest=$([[ $name != test_* ]] || echo "-lgtest_main -lgtest")
-    job "$name" "${nvcc_all/-O3/-O0} $mpi $file -o $work/$name $libs $mpi_libs $gtest"
+    compile=$([[ $name == test_* ]] && echo "$nvcc_one -O0" || echo "${nvcc_all/-O3/-O0}")
+    job "$name" "$compile $mpi $file -o $work/$name $libs $mpi_libs $gtest"
 done
 
 # Two files that each include the header twice, before anything else; the first one has main.
 for header in llmc_zero/*.cuh; do
     name=$(basename "$header" .cuh)
-    case $name in   # checkpoint_folder.cuh includes these
-    checkpoint | checkpoint_parts | checkpoint_save | checkpoint_load) continue ;;
+    case $name in
+    checkpoint | checkpoint_parts | checkpoint_save | checkpoint_load) continue ;;   # checkpoint_folder.cuh includes these
+    optimizer_setup | slots) continue ;;   # optimizer.cuh includes these
     esac
     first=$work/$name.first.cu second=$work/$name.second.cu
     printf '#include "%s"\n#include "%s"\n' "$header" "$header" | tee "$first" >"$second"

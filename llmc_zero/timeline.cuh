@@ -258,26 +258,35 @@ static inline double zero_timeline_take_exposed(ZeroTimeline* t) {
     return exposed_ms;
 }
 
-/* Writes what was drained as events of process `rank`, each but the file's very first behind a comma: the caller puts
-   {"traceEvents":[ before all ranks' events and ]} behind them. start_us: the time that counts as zero. 0: writing failed. */
+/* Writes what was drained, to a file of the caller's, as events of process `rank`, each but the file's very first behind a
+   comma: the caller puts {"traceEvents":[ before all ranks' events and ]} behind them. start_us: the time that counts as
+   zero. 0: writing failed. */
 static inline int zero_timeline_write(const ZeroTimeline* t, FILE* file, int rank, double start_us) {
     static const char* const rows[ZERO_ROWS] = {"compute stream", "communication stream"};
-    size_t i;
+    char text[256];
+    size_t i, written = 1;
     int row;
-    fprintf(file, "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
-            rank > 0 ? ",\n" : "", rank, rank);
-    for (row = 0; row < ZERO_ROWS; row++)
-        fprintf(file,
-                ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
-                rank, row, rows[row]);
+    snprintf(text, sizeof(text),
+             "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
+             rank > 0 ? ",\n" : "", rank, rank);
+    written &= fwrite(text, strlen(text), 1, file);
+    for (row = 0; row < ZERO_ROWS; row++) {
+        snprintf(
+            text, sizeof(text),
+            ",\n{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+            rank, row, rows[row]);
+        written &= fwrite(text, strlen(text), 1, file);
+    }
     for (i = 0; i < t->entries_count; i++) {
         const ZeroEntry* e = &t->entries[i];
         char index[16] = "";
         if (e->index != ZERO_NO_INDEX) snprintf(index, sizeof(index), " %d", e->index);
-        fprintf(file, ",\n{\"ph\":\"X\",\"name\":\"%s%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}",
-                e->name, index, rank, e->row, e->begin_us - start_us, e->us);
+        snprintf(text, sizeof(text),
+                 ",\n{\"ph\":\"X\",\"name\":\"%.80s%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}",
+                 e->name, index, rank, e->row, e->begin_us - start_us, e->us);
+        written &= fwrite(text, strlen(text), 1, file);
     }
-    return !ferror(file);
+    return (int)written;
 }
 
 #endif /* LLMC_ZERO_TIMELINE_CUH_INCLUDED */

@@ -88,7 +88,7 @@ def test_gpu_check_refuses():
 
 
 def ptx(change=lambda name, body: body, skip=None):
-    """PTX with the nine update kernels, each as it should be, after change(name, body)."""
+    """PTX with the update and sum kernels, each as it should be, after change(name, body)."""
     text = ".version 9.0\n"
     for algorithm in range(3):
         for rounding in range(3):
@@ -99,7 +99,14 @@ def ptx(change=lambda name, body: body, skip=None):
                     "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" * 3 +
                     "ld.global.v2.u32 {%r1, %r2}, [%rd1];\n" * 2 + "st.global.v2.u32 [%rd1], {%r1, %r2};\n" +
                     "sqrt.rn.ftz.f32 %f1, %f2;\ndiv.rn.ftz.f32 %f1, %f2, %f3;\n")
-            text += f".visible .entry _Z18{name}(\n)\n{{\n{change((algorithm, rounding), body)}}}\n"
+            grads = ["f"] if rounding == 0 else ["8ZeroBf16f", "8ZeroBf16S0_"]
+            for types in grads:
+                entry = name.replace("EfEv10", f"E{types}Ev10")
+                text += f".visible .entry _Z18{entry}(\n)\n{{\n{change((algorithm, rounding), body)}}}\n"
+    for grad in ("f", "8ZeroBf16"):
+        body = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\n" * 3 + "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" + \
+               "ld.global.v2.u32 {%r1, %r2}, [%rd1];\n" * 2
+        text += f".visible .entry _Z15zero_sum_kernelI{grad}Ev7ZeroSumi(\n)\n{{\n{change('sum', body)}}}\n"
     return text
 
 
@@ -122,7 +129,7 @@ def test_ptx_check(tmp_path, old, new, message):
 def test_ptx_check_misses_a_kernel(tmp_path):
     (tmp_path / "k.ptx").write_text(ptx(skip=(1, 2)))
     result = run([sys.executable, "dev/ptx_check.py", tmp_path / "k.ptx"], check=False)
-    assert result.code == 1 and "8 instances of the update kernel, 9 expected" in result.out
+    assert result.code == 1 and "13 instances of the update kernel and 2 of the sum kernel, 15 and 2 expected" in result.out
 
 
 # ---- dev/demo.py
