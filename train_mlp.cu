@@ -66,6 +66,16 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
                       result.text);
 }
 
+static void mlp_sizes(Mlp* mlp, const Options* o, int ranks) {
+    mlp->options = o;
+    mlp->layers = (int)o->layers;
+    mlp->micros = o->total_batch ? (int)(o->total_batch / (o->batch * ranks)) : 1;
+    mlp->width = (size_t)o->width;
+    mlp->dtype = (ZeroDtype)o->dtype;
+    mlp->row_count = (size_t)o->batch * mlp->width;
+    mlp->row_stride = zero_round_up(mlp->row_count, ZERO_ALIGN_BYTES / zero_dtype_bytes(mlp->dtype));
+}
+
 static size_t data_sets(const Mlp* mlp) { return mlp->options->data == DATA_SPLIT ? 1 : (size_t)mlp->micros; }
 
 static size_t activation_bytes(const Mlp* mlp) {
@@ -231,15 +241,8 @@ typedef struct PeakBytes {
 
 // Everything that needs no device: sizes and the layout.
 static ZeroResult mlp_prepare(Mlp* mlp, const Options* o, ZeroWorld* world) {
-    const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype);
-    mlp->options = o;
+    mlp_sizes(mlp, o, world->ranks);
     mlp->world = world;
-    mlp->layers = (int)o->layers;
-    mlp->micros = o->total_batch ? (int)(o->total_batch / (o->batch * world->ranks)) : 1;
-    mlp->width = (size_t)o->width;
-    mlp->row_count = (size_t)o->batch * mlp->width;
-    mlp->row_stride = zero_round_up(mlp->row_count, ZERO_ALIGN_BYTES / bytes);
-    mlp->dtype = (ZeroDtype)o->dtype;
     mlp->memory = zero_memory();
     mlp->names = (char(*)[24])calloc(2 * (size_t)o->layers, sizeof(mlp->names[0]));
     mlp->tensors = (ZeroTensor*)calloc(2 * (size_t)o->layers, sizeof(ZeroTensor));
@@ -593,13 +596,8 @@ static ZeroResult plan_layers(const Options* given, long long layers, int ranks,
     Mlp mlp;
     o.layers = layers;
     memset(&mlp, 0, sizeof(mlp));
-    mlp.options = &o;
-    mlp.layers = (int)layers;
-    mlp.micros = o.total_batch ? (int)(o.total_batch / (o.batch * ranks)) : 1;
-    if (mlp.micros < 1) mlp.micros = 1;
-    mlp.dtype = (ZeroDtype)o.dtype;
-    mlp.row_stride =
-        zero_round_up((size_t)(o.batch * o.width), ZERO_ALIGN_BYTES / zero_dtype_bytes(mlp.dtype));
+    mlp_sizes(&mlp, &o, ranks);
+    if (mlp.micros < 1) mlp.micros = 1; // more ranks than this total batch has batches
     char(*names)[24] = (char(*)[24])calloc(2 * (size_t)layers, sizeof(names[0]));
     ZeroResult result = names ? mlp_layout(&mlp.layout, &o, ranks, names)
                               : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", layers);
@@ -639,8 +637,7 @@ static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) 
 static ZeroResult print_plan(const Options* given, int ranks_now) {
     Options o = *given;
     printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; total: with activations of -b %lld; "
-           "largest: the most "
-           "layers that %g MB hold\n",
+           "largest: the most layers that %g MB hold\n",
            o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch, o.device_mb);
     printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
            "scratch", "total", "largest -L");
@@ -653,10 +650,10 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
             if (o.reduction == ZERO_REDUCE_ALLREDUCE && stage > 0) o.reduction = ZERO_REDUCE_NCCL;
             ZERO_TRY(plan_layers(&o, o.layers, ranks, &plan, &bytes));
             ZERO_TRY(plan_largest(&o, ranks, &largest));
-            printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %9s%lld%s\n", stage, ranks,
+            printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %10lld%s\n", stage, ranks,
                    1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
-                   1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, "",
-                   largest, stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
+                   1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, largest,
+                   stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
         }
     return zero_ok();
 }

@@ -391,11 +391,12 @@ static inline void zero_locate_grads(ZeroOptimizer* z, int b, ZeroSlot* slot, ch
     zero_unit_span(z->layout, z->layout->bucket_units[z->layout->buckets[b].units_first], first);
 }
 
-/* Sums what lies in the pieces of a bucket, or arrives for them. */
-static inline ZeroResult zero_sum_bucket(ZeroOptimizer* z, int b, char* grads, size_t first) {
+/* Sums what lies in the pieces of a bucket, or arrives for them. grads, first: as zero_locate_grads gives them; bucket: where
+   in there it begins. */
+static inline ZeroResult zero_sum_bucket(ZeroOptimizer* z, int b, char* grads, size_t first,
+                                         const char* bucket) {
     const int ordered = z->config.reduction == ZERO_REDUCE_ORDERED && z->ranks > 1;
     const size_t slice = zero_slice_offset(z->layout, b, z->rank);
-    char* bucket = grads + (z->layout->buckets[b].flat_offset - first) * zero_dtype_bytes(z->layout->dtype);
     size_t p;
     ZeroSum sum;
     memset(&sum, 0, sizeof(sum));
@@ -433,7 +434,7 @@ static inline ZeroResult zero_reduce_bucket(ZeroOptimizer* z, int b, ZeroSlot* s
     bucket = grads + (z->layout->buckets[b].flat_offset - first) * zero_dtype_bytes(z->layout->dtype);
     ZERO_TRY(zero_comm_begin_reduce(&z->comm, b, spans));
     if (!ordered) ZERO_TRY(zero_comm_reduce_scatter(&z->comm, b, bucket, z->config.reduction, everywhere));
-    if (z->schedule.sum_kernel) ZERO_TRY(zero_sum_bucket(z, b, grads, first));
+    if (z->schedule.sum_kernel) ZERO_TRY(zero_sum_bucket(z, b, grads, first, bucket));
     if (ordered && everywhere) /* the sums, out of the slices where they were made */
         ZERO_TRY(zero_comm_reduce_scatter(&z->comm, b, bucket, ZERO_REDUCE_ORDERED, 1));
     return zero_comm_end_reduce(&z->comm, done, spans);
@@ -696,7 +697,7 @@ static inline ZeroResult zero_set_step(ZeroOptimizer* z, uint64_t t, double clip
     if (!z->norm_done)
         return zero_error(ZERO_ERROR_ORDER,
                           "zero_set_step comes after zero_grad_norm and before zero_update");
-    ZERO_TRY(zero_check_config(&z->config, z->layout, z->rank, z->comm.comm));
+    ZERO_TRY(zero_check_numbers(&z->config));
     if (t == 0) return zero_error(ZERO_ERROR_ARGUMENT, "update number 0; they count from 1");
     if (!(clip_factor <= 3.4e38)) /* NaN too */
         return zero_error(ZERO_ERROR_ARGUMENT,

@@ -190,9 +190,8 @@ static inline ZeroPlanChoice zero_plan_choice(const ZeroConfig* c, int rank) {
     return choice;
 }
 
-static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout* layout, int rank,
-                                           ZeroNcclComm comm) {
-    const ZeroPlanChoice choice = zero_plan_choice(c, rank);
+/* The numbers of the optimizer, which a caller may change from step to step. */
+static inline ZeroResult zero_check_numbers(const ZeroConfig* c) {
     const struct {
         const char* name;
         double value, low, high;
@@ -204,6 +203,19 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
                   {"max_norm", c->max_norm, 0.0, 1e300},
                   {"timeout_s", c->timeout_s, 1e-3, 1e9}};
     size_t i;
+    for (i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++)
+        if (!(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high))
+            return zero_error(ZERO_ERROR_ARGUMENT, "%s is %g; %g .. %g are allowed", ranges[i].name,
+                              ranges[i].value, ranges[i].low, ranges[i].high);
+    if (c->algorithm != ZERO_SGD && (c->beta1 >= 1.0 || c->beta2 >= 1.0 || c->eps < 1e-37))
+        return zero_error(ZERO_ERROR_ARGUMENT, "betas %g and %g must be below 1, eps %g at least 1e-37",
+                          c->beta1, c->beta2, c->eps);
+    return zero_ok();
+}
+
+static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout* layout, int rank,
+                                           ZeroNcclComm comm) {
+    const ZeroPlanChoice choice = zero_plan_choice(c, rank);
     ZERO_TRY(zero_check_choice(layout, &choice));
     if (layout->ranks > 1 && comm == NULL)
         return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks and no communicator", layout->ranks);
@@ -213,14 +225,7 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
                           "%d ranks, but this program was built with ZERO_NO_NCCL for one", layout->ranks);
 #endif
     if (layout->model_count == 0) return zero_error(ZERO_ERROR_ARGUMENT, "the model has no elements");
-    for (i = 0; i < sizeof(ranges) / sizeof(ranges[0]); i++)
-        if (!(ranges[i].value >= ranges[i].low && ranges[i].value <= ranges[i].high))
-            return zero_error(ZERO_ERROR_ARGUMENT, "%s is %g; %g .. %g are allowed", ranges[i].name,
-                              ranges[i].value, ranges[i].low, ranges[i].high);
-    if (c->algorithm != ZERO_SGD && (c->beta1 >= 1.0 || c->beta2 >= 1.0 || c->eps < 1e-37))
-        return zero_error(ZERO_ERROR_ARGUMENT, "betas %g and %g must be below 1, eps %g at least 1e-37",
-                          c->beta1, c->beta2, c->eps);
-    return zero_ok();
+    return zero_check_numbers(c);
 }
 
 /* Puts a chunk table on the device. */

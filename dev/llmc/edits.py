@@ -345,8 +345,8 @@ def edit_stop(plan):
 @edit("joining", TRAINER, "in stage 3 all ranks join in writing the model file and in sampling")
 def edit_joining(plan):
     source = plan.source
-    write = source.call("gpt2_write_to_checkpoint", source.function("write_checkpoint").body)
     body = source.function("write_checkpoint").body
+    write = source.call("gpt2_write_to_checkpoint", body)
     bare = source.block_around(write.start).start < body.start   # if (rank == 0) call; without brackets
     choice = source.statement(write.start) if bare else source.if_around(write.start)
     plan.change(choice.end, choice.end, f" else {{ zero_gpt2_join_params_to_file({write.arguments[0][0]}); }}")
