@@ -99,20 +99,20 @@ demo: ## install what is missing, run the recipe with sharding off and on, print
 test: ## install what is missing, run everything this machine can run
 	dev/deps.sh test
 	$(MAKE) -j$(JOBS) train_mlp units
-	.venv/bin/python -m pytest -q test
+	.venv/bin/python -m pytest -q -n $(JOBS) --dist loadfile test
 
 test-all: ## the same with the slow tests too
 	RUN_ALL=1 $(MAKE) test
 
 units: $(UNITS) $(PROGRAMS) ## build the unit tests, build/test/*
 
+# Kernels are tested as they are used; in the other tests -O3 would cost the compiler more than the runs gain.
+$(filter-out $(foreach unit,$(FAST_UNITS),build/test/$(unit) build/test/$(unit)_fast),$(UNITS)) $(PROGRAMS): private FLAGS := $(subst -O3,-O1,$(FLAGS))
+
 # gtest_main is linked always: a main() in the test file itself comes before it.
 build/test/%: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test
 	$(NVCC) $(FLAGS) $< -o $@ $(LIBS) -lgtest_main -lgtest
-
-# JSON costs a compiler much, and these two do not compute.
-build/test/test_checkpoint build/test/safetensors_program: private FLAGS := $(subst -O3,-O1,$(FLAGS))
 
 build/test/%_program: test/%_program.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test

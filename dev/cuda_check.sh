@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # dev/cuda_check.sh - what the real CUDA compiler says about this project; no GPU needed. `make cuda-check`.
 #
-#   1. train_mlp, with MPI and without, gpu_check and the programs that tests start, compiled for sm_80, sm_90 and sm_100,
-#      and every unit test for sm_90, with warnings as errors and linked against the real NCCL, cuBLASLt and MPI.
+#   1. train_mlp, gpu_check and every kernel compiled for sm_80, sm_90 and sm_100, train_mlp without MPI, unit tests and the
+#      programs that tests start for sm_90 (RUN_ALL=1: these too for all three), with warnings as errors, linked against the
+#      real NCCL, cuBLASLt and MPI.
 #   2. Each header of llmc_zero: alone, first, twice, in two translation units of one program. Those that are
 #      for the host only also as C99 and C++ without nvcc. All of them with ZERO_NO_NCCL and without NCCL.
 #   3. The PTX of the update, norm and sum kernels built with --use_fast_math: see dev/ptx_check.py.
@@ -70,14 +71,16 @@ job() { jobs+=("$1"$'\t'"$2"); }
     job llm.c "NVCC='$nvcc' JOBS=1 dev/llmc/compare.sh --no-install --nvcc-only \"\$LLMC_DIR\""
 nvcc_all="'$nvcc' -O3 $common $all"
 nvcc_one="'$nvcc' $common $one"
+nvcc_tests=$nvcc_one
+[[ ${RUN_ALL:-} != 1 ]] || nvcc_tests="'$nvcc' $common $all"
 job train_mlp "$nvcc_all --use_fast_math $mpi train_mlp.cu -o $work/train_mlp $libs $mpi_libs"
-job train_mlp_no_mpi "$nvcc_all --use_fast_math train_mlp.cu -o $work/train_mlp_no_mpi $libs"
-for file in test/test_*.cu test/*_program.cu dev/gpu_check.cu; do
+job train_mlp_no_mpi "$nvcc_tests -O0 --use_fast_math train_mlp.cu -o $work/train_mlp_no_mpi $libs"
+job gpu_check "$nvcc_all dev/gpu_check.cu -o $work/gpu_check $libs"
+for file in test/test_*.cu test/*_program.cu; do
     name=$(basename "$file" .cu)
     [[ $name != test_cpu_* && -e $file ]] || continue
     gtest=$([[ $name != test_* ]] || echo "-lgtest_main -lgtest")
-    compile=$([[ $name == test_* ]] && echo "$nvcc_one -O0" || echo "${nvcc_all/-O3/-O0}")
-    job "$name" "$compile $mpi $file -o $work/$name $libs $mpi_libs $gtest"
+    job "$name" "$nvcc_tests -O0 $mpi $file -o $work/$name $libs $mpi_libs $gtest"
 done
 
 # Two files that each include the header twice, before anything else; the first one has main.
@@ -105,6 +108,7 @@ umbrella="$work/llmc_zero.first.cu $work/llmc_zero.second.cu"
 job drop-in-world-mpi "$nvcc_one $mpi $world -o $work/drop-in-world-mpi $libs $mpi_libs"
 job no-nccl "$nvcc_one -DZERO_NO_NCCL $umbrella -o $work/no-nccl &&
     ! $nvcc_one -DZERO_NO_NCCL -M $work/llmc_zero.first.cu | grep nccl.h"
+job kernels "$nvcc_all --use_fast_math -c test/ptx_kernels.cu -o $work/kernels.o"
 job ptx "'$nvcc' -O3 --use_fast_math $common -arch=compute_90 -ptx test/ptx_kernels.cu -o $work/kernels.ptx &&
     python3 dev/ptx_check.py $work/kernels.ptx"
 

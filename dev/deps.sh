@@ -121,7 +121,7 @@ install_system() {
 # ---- Python ------------------------------------------------------------------------------------------------
 
 packages=(numpy matplotlib rich)
-[[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout)
+[[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout pytest-xdist)
 
 make_venv() {
     [[ -x .venv/bin/python && -e .venv/.made ]] && return
