@@ -168,7 +168,7 @@ struct Model {
             if (!shape.offsets.empty()) segments[s].flat_offset = shape.offsets[s];
         }
         layout_config.bucket_bytes = shape.bucket_bytes;
-        layout_config.units_apart = shape.units_apart;
+        layout_config.units_apart = shape.units_apart || config.stage >= 2;
         layout_config.offsets_given = !shape.offsets.empty();
         ZERO_TRY(zero_layout(&layout, segments.data(), (int)segments.size(), &layout_config));
         ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -188,7 +188,7 @@ struct Model {
         ZeroArray arrays[4];
         if (!here) return;
         int count = zero_checkpoint_arrays(&z, arrays);
-        if (!write && z.masters) arrays[count++] = {"params", "BF16", 2, (char*)z.params, 1, 0};
+        if (!write && z.masters) arrays[count++] = {"params", "BF16", 2, (char*)z.params, !z.schedule.params_sharded, 0};
         ASSERT_EQ(zero_comm_drain(&z.comm).code, ZERO_OK);
         for (int a = 0; a < count; a++) {
             const bool whole = arrays[a].is_flat || z.config.stage == 0;
@@ -284,15 +284,16 @@ static const std::vector<Shape> SHAPES = {{ZERO_FP32, {10}},
 
 TEST(Checkpoint, AnyNumberOfRanksLoadsTheFile) {
     std::vector<int> chain = {4, 3, 1, 8, 4};
+    const std::vector<int> stages[] = {{1, 0, 3, 2, 0}, {3, 2, 1, 3, 3}};
     for (int& n : chain) n = std::min(n, world.ranks);
     for (size_t k = 0; k < SHAPES.size(); k++)
-        for (int masters = 0; masters <= (SHAPES[k].dtype == ZERO_BF16); masters++) {
+        for (int masters = 0; masters < 2 * (SHAPES[k].dtype == ZERO_BF16 ? 2 : 1); masters++) {
             std::string first;
             for (size_t hop = 0; hop < chain.size(); hop++) {
                 Shape shape = SHAPES[k];
                 if (hop % 2) shape.bucket_bytes = 0;
                 if (hop == 2) shape.units_apart = 1;
-                Model m(chain[hop], config_of(hop != 1 && hop != 4, masters), shape);
+                Model m(chain[hop], config_of(stages[masters % 2][hop], masters / 2), shape);
                 OK(m.result);
                 if (hop == 0) m.fill();
                 if (hop > 0) m.fill_with(-7.0f);
@@ -309,7 +310,7 @@ TEST(Checkpoint, AnyNumberOfRanksLoadsTheFile) {
         }
 }
 
-/* A file of 4 ranks, stage 1, loaded on n ranks in both stages with one bucket or many, and saved again: the same bytes. */
+/* A file of 4 ranks, stage 1, loaded on n ranks in every stage with one bucket or many, and saved again: the same bytes. */
 TEST(Checkpoint, AnyLayoutSavesTheSameBytes) {
     const Shape shape = {ZERO_FP32, {20000, 100, 3, 30000, 0, 7}};
     const std::string path = folder + "/from4";
@@ -322,7 +323,7 @@ TEST(Checkpoint, AnyLayoutSavesTheSameBytes) {
     together();
     const std::string data = data_of(path);
     for (int ranks : {1, 2, 3, 8})
-        for (int stage = 0; stage <= 1; stage++)
+        for (int stage = 0; stage <= 3; stage++)
             for (size_t bucket_bytes : {(size_t)0, (size_t)50000}) {
                 Shape other = shape;
                 other.bucket_bytes = bucket_bytes;

@@ -23,7 +23,8 @@ TOOL = str(TOP / "dev/checkpoint.py")
 SMALL = "-L 3 -C 24 -b 2 -I split -l 0.002 -G 0.5"
 KINDS = {"fp32": "", "fp32 sgd": "-U sgd", "fp32 adamw": "-U adamw -c 0.01 -z 0",
          "masters": "-P bf16 -K 0.001",
-         "stochastic": "-P bf16 -w 0", "stochastic sgd": "-P bf16 -w 0 -U sgd -z 0 -K unit"}
+         "stochastic": "-P bf16 -w 0", "stochastic sgd": "-P bf16 -w 0 -U sgd -z 0 -K unit",
+         "stage 2": "-z 2 -P bf16 -R ordered", "stage 3": "-z 3 -K 0.001", "stage 3 stochastic": "-z 3 -P bf16 -w 0"}
 
 
 def lines(commands, ranks, folder, timeout=120):
@@ -99,9 +100,23 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(straight, tmp_pat
         np.testing.assert_allclose(np.array(loss[0], float), np.array(loss[1], float), rtol=1e-5)
 
 
-def test_every_order_of_the_streams(tmp_path):
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize("kind", ["-P bf16", "-P bf16 -w 0"])
+def test_a_run_may_change_its_stage(kind, ranks, tmp_path):
+    """With -R ordered -A micro a run that goes through all stages has the bits of one that stays in stage 1."""
+    base = f"{SMALL} {kind} -d {8 * ranks} -R ordered -A micro"
+    commands = [f"{base} -x 8 -o {tmp_path / 'one'}"]
+    for steps, plan in enumerate(("-z 3", "-z 0 -K 0", "-z 2", "-z 1 -K 0.001", "-z 3 -K 0.001 -O 0", "-z 2 -O 0", "-z 0 -O 0", "-z 3")):
+        commands.append(f"{base} -x {steps + 1} -n 1 -y 1 -o {tmp_path / 'all'} {plan}")
+    errors, _ = lines(commands, ranks, tmp_path)
+    assert errors == [None] * len(commands)
+    assert bits(tmp_path / "one") == bits(tmp_path / "all")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_order_of_the_streams(stage, tmp_path):
     """Copies to and from the file are ordered against update and gather, whatever runs first."""
-    base = f"{SMALL} -P bf16 -K 0.001 -x 4"
+    base = f"{SMALL} -z {stage} -P bf16 -K 0.001 -x 4"
     commands = [f"{base} -o {tmp_path / 'straight'}"]
     for number, mode in enumerate(STREAM_MODES):
         out = tmp_path / str(number)

@@ -5,7 +5,8 @@ import os
 import pytest
 from conftest import TOP, run, slow
 
-ON_RANKS = {"test_optimizer": (1, 2, 3, *((4,) if os.environ.get("RUN_ALL") == "1" else ())), "test_checkpoint": (1,)}
+MANY_RANKS = (1, 2, 3, *((4,) if os.environ.get("RUN_ALL") == "1" else ()))
+ON_RANKS = {"test_optimizer": MANY_RANKS, "test_stages": MANY_RANKS, "test_checkpoint": (1,)}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
 PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm", "test_reduce") if name in PROGRAMS]
 IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw", "test_reduce")
@@ -27,8 +28,7 @@ def test_unit(name, ranks):
 
 
 def test_ordered_sums_on_8_ranks():
-    result = run([str(TOP / "build/test/test_optimizer"), "--gtest_filter=Optimizer.Ordered*:Optimizer.EveryElement*"], ranks=8,
-                 timeout=300)
+    result = run([str(TOP / "build/test/test_stages"), "--gtest_filter=*.Ordered*"], ranks=8, timeout=300)
     assert "[  PASSED  ]" in result.out and "[  FAILED  ]" not in result.out and "rms error of sums over 8 ranks" in result.out
 
 
