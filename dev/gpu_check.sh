@@ -3,10 +3,11 @@
 #
 #   1. builds for the GPU found; with MPI if mpicc is there, else without. Nothing is installed or fetched.
 #   2. the recipe off and sharded at 1, 2 and 4 ranks that share the one GPU: hash on = off, memory, time of
-#      a step; the same with buckets, in bf16 with masters and in bf16 without
+#      a step; the same with buckets, in bf16 with masters and in bf16 without; with -R ordered -A micro in all four
+#      stages: one hash, memory, and a trace (timeline.*.json) of stage 3 with overlap and without
 #   3. update and norm kernels as a share of copy and read bandwidth at 10M, 124M and 1G elements
 #   4. with LLMC_DIR=a checkout of llm.c: llm.c with sharding off and on (dev/llmc/compare.sh), a tiny model
-#      at 1, 2 and 4 ranks: log and model on = off; GPT-2 124M at 1 rank: step time beside plain llm.c's
+#      at 1, 2 and 4 ranks, and in stages 2 and 3: log and model on = off; GPT-2 124M at 1 rank: step time beside plain llm.c's
 #   5. the unit tests
 #   6. compute-sanitizer, memcheck and racecheck, on the unit tests that launch kernels
 #
@@ -164,6 +165,28 @@ on_off() {   # on_off RANKS NAME FLAG...
         verdict="FAILED: hash on $(value params_hash "$on"), off $(value params_hash "$off")"
     row "$name" "$ranks ranks" "$numbers" "$verdict"
 }
+stages() {   # stages RANKS FLAG...
+    local ranks=$1 stage folder peaks="" times="" hash verdict="one hash"
+    for stage in 0 1 2 3; do
+        folder=$work/stages.$ranks.z$stage
+        train "$ranks" "$folder" -z $stage -R ordered -A micro "${@:2}"
+        if [[ $outcome != fine ]]; then row "stages" "$ranks ranks, -z $stage" "" "$outcome"; return; fi
+        ((stage > 0)) || hash=$(value params_hash "$folder")
+        [[ $(value params_hash "$folder") == "$hash" ]] || verdict="FAILED: hash -z $stage $(value params_hash "$folder"), off $hash"
+        peaks+=$(printf ' %.4g' "$(value peak_mb "$folder")") times+=$(printf ' %.3g' "$(value step_ms "$folder")")
+    done
+    row "stages" "$ranks ranks, ordered" "peak$peaks MB, step$times ms" "$verdict"
+}
+overlap() {   # overlap RANKS FLAG...: how long the compute stream stood still, in a run with overlap and in one without
+    local ranks=$1 on times=""
+    for on in 1 0; do
+        train "$ranks" "$work/overlap.$ranks.$on" -z 3 -O $on -T "$work/timeline.$ranks.$on.json" "${@:2}"
+        if [[ $outcome != fine ]]; then row "stage 3" "$ranks ranks, -O $on" "" "$outcome"; return; fi
+        times+=" -O $on $(printf '%.3g of %.3g' "$(value exposed_ms "$work/overlap.$ranks.$on")" \
+            "$(value step_ms "$work/overlap.$ranks.$on")")"
+    done
+    row "stage 3" "$ranks ranks" "exposed ms a step:$times" "fine"
+}
 
 # ---- 3: bandwidth ----------------------------------------------------------------------------------------
 
@@ -187,9 +210,10 @@ llmc() {   # llmc LIMIT CASE FLAG...
         "${outcome/fine/log and model on = off}"
 }
 llmc_runs() {
-    local ranks
+    local ranks stage
     [[ -n ${LLMC_DIR:-} ]] || return 0
     for ranks in 1 2 4; do llmc 120 "tiny, $ranks ranks" --ranks $ranks --steps $((dry ? 5 : 20)); done
+    for stage in 2 3; do llmc 120 "tiny, stage $stage, 2 ranks" --stage $stage --steps $((dry ? 5 : 20)); done
     if [[ -n $dry ]]; then
         llmc 120 "tiny, step time" --ranks 1 --steps 5 --speed
     else
@@ -226,7 +250,7 @@ unit_tests() {
     for name in "${units[@]}"; do
         limited "$limit" "$name" "${share[@]}" "build/test/$name"
         row "unit test" "$name" "$(grep -o '[0-9]* tests\? .*ran' "$work/logs/$name" | tail -n 1)" "$outcome"
-        if [[ $name == test_optimizer && -z ${NO_MPI:-} ]]; then
+        if [[ $name == test_@(optimizer|stages) && -z ${NO_MPI:-} ]]; then
             limited "$limit" "$name-2" "$mpirun" --oversubscribe -np 2 "${share[@]}" \
                 sh "$work/rank.sh" 2 "build/test/$name"
             row "unit test" "$name, 2 ranks" "" "$outcome"
@@ -288,6 +312,8 @@ else
     on_off 2 buckets "${own[@]}" -K "${dry:+0.}25"
     on_off 2 bf16-masters "${own[@]}" -P bf16
     on_off 2 bf16-stochastic "${own[@]}" -P bf16 -w 0
+    for ranks in 2 4; do stages "$ranks" "${own[@]}" -P bf16; done
+    overlap 2 "${own[@]}" -x 10
     wait
     bandwidth
     llmc_runs

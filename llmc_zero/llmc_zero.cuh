@@ -15,8 +15,10 @@
      reduce.cuh       sums of gradients in fp32, in rank order
      adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding
      slots.cuh        ZeroSlots: buffers that hold one unit each (stages 2 and 3)
-     optimizer_setup.cuh  ZeroOptimizer: its settings and buffers
-     optimizer.cuh    the step; a whole example stands at its top
+     optimizer_setup.cuh   ZeroOptimizer: its settings and buffers
+     optimizer_params.cuh  parameters, from acquire to release, and the state that belongs to them
+     optimizer_grads.cuh   gradients, from acquire to the reduction
+     optimizer.cuh    norm, update and report; a whole example of a step stands at its top
      replicas.cuh     do all ranks hold the same parameters?
    and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
    checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries).

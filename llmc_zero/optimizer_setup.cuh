@@ -1,5 +1,4 @@
-/* llmc_zero/optimizer_setup.cuh - ZeroOptimizer: its settings, its buffers, set-up and tear-down. The step, with the manual,
-   is in optimizer.cuh.
+/* llmc_zero/optimizer_setup.cuh - ZeroOptimizer: its settings, its buffers, set-up and tear-down. The manual is in optimizer.cuh.
 
    defines: ZeroConfig, zero_config, ZeroOptimizer, zero_init, zero_alloc_params, zero_alloc_grads, zero_free
 */

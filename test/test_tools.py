@@ -67,10 +67,13 @@ def test_gpu_check_dry_run():
     recipes = [line for line in table.split("\n") if line.startswith("recipe ")]
     assert [line.split()[1] for line in recipes] == ["1", "2", "4"]
     assert all(line.endswith("hash on = off") for line in recipes), recipes
+    stages = [line for line in table.split("\n") if line.startswith("stages ")]
+    assert [line.split()[1] for line in stages] == ["2", "4"] and all(line.endswith("one hash") for line in stages), stages
+    assert "\nstage 3 " in table and (TOP / "build/gpu_check/timeline.2.1.json").stat().st_size > 1000
     for kernel in ("update AdamW fp32", "update AdamW bf16 + masters", "update AdamW bf16 stochastic"):
         assert any(line.startswith(kernel) and " of copy (" in line for line in table.split("\n"))
     llmc = [line for line in table.split("\n") if line.startswith("llm.c ")]
-    assert len(llmc) == (4 if os.environ.get("LLMC_DIR") else 0)
+    assert len(llmc) == (6 if os.environ.get("LLMC_DIR") else 0)
     assert all(line.endswith(("log and model on = off", "did not fit")) for line in llmc), llmc
     for kernel in ("norm fp32", "norm bf16"):
         assert any(line.startswith(kernel) and " of read (" in line for line in table.split("\n"))
@@ -135,26 +138,29 @@ def test_ptx_check_misses_a_kernel(tmp_path):
 # ---- dev/demo.py
 
 
-def summaries(**changes):
+def summaries(changed=1, **changes):
     off = {"stage": 0, "params_hash": "00c0ffee", "params_sum": -3453.5, "loss": 0.98, "norm": 0.1,
            "peak_mb": [320.2, 640.4, 960.6, 1285.1], "optimizer_state_mb": 640.32}
-    sharded = {**off, "stage": 1, "peak_mb": [320.2, 640.4, 960.6, 964.9], "optimizer_state_mb": 320.16}
-    return off, {**sharded, **changes}
+    runs = [off] + [{**off, "stage": stage, "peak_mb": [*off["peak_mb"][:3], peak], "optimizer_state_mb": 320.16}
+                    for stage, peak in enumerate((964.9, 838.9, 710.9), 1)]
+    runs[changed].update(changes)
+    return runs
 
 
 def test_demo_table():
-    table = demo.table_of(2, *summaries())
+    table = demo.table_of(2, summaries())
     text = "\n".join(str(cell) for column in table.columns for cell in column.cells)
-    for cell in "1361 1697 1553 2057 1365 1679 965 1285 -3453.6123".split() + ["0.5000 of off"]:
+    for cell in "1361 1697 1553 2057 1365 1679 965 1285 839 711 -3453.6123".split() + ["0.5000 of off"]:
         assert cell in text
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("change", [
     {"params_hash": "00c0ffef"}, {"params_sum": -3453.5000001}, {"loss": 0.9800001}, {"norm": 0.2},
     {"optimizer_state_mb": 321}, {"optimizer_state_mb": 320}, {"peak_mb": [320, 640, 960, 971]}])
-def test_demo_checks(change):
-    assert all(holds for _, holds in demo.check(2, *summaries()))
-    assert sum(not holds for _, holds in demo.check(2, *summaries(**change))) == 1
+def test_demo_checks(change, stage):
+    assert all(holds for _, holds in demo.check(2, summaries()))
+    assert sum(not holds for _, holds in demo.check(2, summaries(stage, **change))) == 1
 
 
 @slow

@@ -6,6 +6,8 @@
 #                   one and nvcc, else with dev/cpu/nvcc for the processor
 #   --ranks N       (2)
 #   --steps N       (20)
+#   --stage S       which stage to compare with off: 1 (default), 2 or 3. Stages 2 and 3 reduce each micro-step, so
+#                   off does, too, then (-A micro)
 #   --precision P   BF16 (default) or FP32
 #   --model M       tiny (default): 2 layers, 290,000 random weights. d12: 12 layers as GPT-2 124M, or another
 #                   descriptor of llm.c. A file that ends with .bin: a model file of llm.c
@@ -19,7 +21,7 @@
 #
 # Both runs start from the same weights and see the same data, other data on each rank, and are clipped. What
 # has to be equal: every printed digit of loss, norm and validation loss, and the bytes of the last step's
-# model file. The runs are left in build/llmc/z0 and build/llmc/z1 (main.log, output.txt, the model), their
+# model file. The runs are left in build/llmc/z0 and, say, build/llmc/z1 (main.log, output.txt, the model), their
 # curves in build/llmc/loss.png. Ranks are started by mpirun; without MPI (NO_MPI=1), and where they have to
 # share GPUs, by this script through a file.
 #
@@ -47,14 +49,15 @@ of_caller() { case $1 in /*) echo "$1" ;; *) echo "$caller/$1" ;; esac; }
 
 # ---- arguments ---------------------------------------------------------------------------------------------
 
-dir="" ranks=2 steps=20 precision=BF16 model=tiny flags=() texts=() own=() speed="" install=1 nvcc_only=""
+dir="" ranks=2 steps=20 stage=1 precision=BF16 model=tiny flags=() texts=() own=() speed="" install=1 nvcc_only=""
 count() { [[ $2 =~ ^[1-9][0-9]{0,5}$ ]] || die "$1 $2: a number from 1 up"; }
 while (($#)); do
     case $1 in
-    --ranks | --steps | --precision | --model | --text | --flags)
+    --ranks | --steps | --stage | --precision | --model | --text | --flags)
         (($# > 1)) || die "$1 needs a value" ;;&
     --ranks) count "$1" "$2"; ranks=$2; shift 2 ;;
     --steps) count "$1" "$2"; steps=$2; shift 2 ;;
+    --stage) stage=$2; shift 2 ;;
     --precision) precision=$2; shift 2 ;;
     --model) model=$2; shift 2 ;;
     --flags) read -ra flags <<<"$2"; shift 2 ;;
@@ -72,6 +75,7 @@ while (($#)); do
         dir=$1; shift ;;
     esac
 done
+case $stage in 1 | 2 | 3) ;; *) die "--stage $stage: 1, 2 or 3" ;; esac
 case $precision in BF16 | FP32) ;; *) die "--precision $precision: BF16 or FP32" ;; esac
 [[ -n $dir ]] || die "DIR is missing: the folder of llm.c; --help says more"
 source=$(of_caller "$dir")
@@ -266,18 +270,20 @@ train() {   # train NAME PROGRAM FLAG...: a run in $work/NAME
     rm -f "$work/$name"/state_*.bin "$work/$name"/step_*.safetensors "$work/$name"/DONE_*
     echo "  $((SECONDS - start)) s; output in $work/$name/output.txt"
 }
-train z0 "$kind" -n "$steps" -z 0
-train z1 "$kind" -n "$steps" -z 1
+on=z$stage micro=()
+((stage < 2)) || micro=(-A micro)
+train z0 "$kind" -n "$steps" -z 0 "${micro[@]}"
+train "$on" "$kind" -n "$steps" -z "$stage"
 [[ -z $speed ]] || train mends "$kind-mends" -n 0 -z 0
 
 # ---- compare -----------------------------------------------------------------------------------------------
 
-picture=(--png "$work/loss.png" --names "off (-z 0)" "optimizer state sharded (-z 1)"
+picture=(--png "$work/loss.png" --names "off (-z 0)" "sharded (-z $stage)"
     --title "llm.c on $ranks ranks, $shown, $precision: sharding off and on")
 "$python" -c 'import matplotlib' 2>/dev/null || { picture=(); echo "no picture: matplotlib is not there"; }
 echo
 wrong=0
-"$python" dev/compare_loss.py "$work/z0" "$work/z1" "${picture[@]}" || wrong=$?
+"$python" dev/compare_loss.py "$work/z0" "$work/$on" "${picture[@]}" || wrong=$?
 ((wrong < 2)) || die "the logs cannot be compared"
 
 number() { sed -n "s/^llmc_zero: stage.*$1 \([0-9]*\).*/\1/p" "$work/$2/output.txt"; }
@@ -292,29 +298,29 @@ line() { printf '%-44s %14s %14s%s\n' "$1" "$2" "$3" "${4:+$(printf ' %14s' "$4"
 state=$(sed -n 's/^llmc_zero: stage.*, \(m + v[^0-9]*\) [0-9].*/\1/p' "$work/z0/output.txt")
 state_bytes() { number "${state//+/[+]}" "$1"; }
 echo
-line "" "-z 0, off" "-z 1, 1/$ranks" ${speed:+"no llmc_zero"}
-line "MB a rank: parameters" "$(mb "$(number parameters z0)")" "$(mb "$(number parameters z1)")"
-line "           gradients" "$(mb "$(number gradients z0)")" "$(mb "$(number gradients z1)")"
-line "           $state" "$(mb "$(state_bytes z0)")" "$(mb "$(state_bytes z1)")"
+line "" "-z 0, off" "-z $stage, 1/$ranks" ${speed:+"no llmc_zero"}
+line "MB a rank: parameters" "$(mb "$(number parameters z0)")" "$(mb "$(number parameters "$on")")"
+line "           gradients" "$(mb "$(number gradients z0)")" "$(mb "$(number gradients "$on")")"
+line "           $state" "$(mb "$(state_bytes z0)")" "$(mb "$(state_bytes "$on")")"
 where="this machine"
 ((gpus == 0)) || where="rank 0's GPU"
-line "MiB in use on $where, all programs" "$(in_use z0)" "$(in_use z1)" ${speed:+"$(in_use mends)"}
-line "ms a step, median" "$(step_ms z0)" "$(step_ms z1)" ${speed:+"$(step_ms mends)"}
+line "MiB in use on $where, all programs" "$(in_use z0)" "$(in_use "$on")" ${speed:+"$(in_use mends)"}
+line "ms a step, median" "$(step_ms z0)" "$(step_ms "$on")" ${speed:+"$(step_ms mends)"}
 echo
 failed=0 plain_wrong=0
 check() { printf '  %-3s  %s\n' "$([[ $1 == 0 ]] && echo yes || echo NO)" "$2"; [[ $1 == 0 ]] || failed=1; }
 name=$(printf 'model_%08d.bin' "$steps")
 clipped=$(sed -n 's/.* norm:\([^ ]*\).*/\1/p' "$work/z0/main.log" | awk '$1 > 1 { n++ } END { print n + 0 }')
-smaller=$(awk -v off="$(state_bytes z0)" -v on="$(state_bytes z1)" -v ranks="$ranks" \
+smaller=$(awk -v off="$(state_bytes z0)" -v on="$(state_bytes "$on")" -v ranks="$ranks" \
     'BEGIN { print !(on * ranks >= off && on * ranks <= off * 1.01 + 8192 * ranks) }')
-finite=$(grep -c '^s:[0-9]* trl:[0-9]' "$work/z1/main.log" || true)
+finite=$(grep -c '^s:[0-9]* trl:[0-9]' "$work/$on/main.log" || true)
 learns=0   # NaN equals NaN, and weights that stay equal themselves
 ((finite == steps)) || learns=1
-[[ $model != *.bin ]] || ! (cd "$work" && cmp -s "$model" "z1/$name") || learns=1
+[[ $model != *.bin ]] || ! (cd "$work" && cmp -s "$model" "$on/$name") || learns=1
 check $learns "$finite of $steps steps have a loss, and the weights have changed"
 check "$wrong" "loss, norm, validation loss: the same digits; clipped in $clipped of $steps steps"
 model_wrong=0
-if ! said=$(cmp "$work/z0/$name" "$work/z1/$name" 2>&1); then model_wrong=1; echo "$said"; fi
+if ! said=$(cmp "$work/z0/$name" "$work/$on/$name" 2>&1); then model_wrong=1; echo "$said"; fi
 check $model_wrong "the model after $steps steps: the same $(stat -c %s "$work/z0/$name") bytes"
 check "$smaller" "$state: 1/$ranks of off, up to padding"
 if [[ -n $speed ]]; then   # sums in another order, weights rounded at random: about the same loss
@@ -329,9 +335,9 @@ for what in "$learns:nothing was learnt, so nothing was compared" "$wrong:the lo
 done
 ratio() { awk -v a="$(step_ms "$1")" -v b="$(step_ms "$2")" 'BEGIN { printf "%.3f", a / b }'; }
 if ((failed == 0)); then
-    said="$state $(mb "$(state_bytes z0)") -> $(mb "$(state_bytes z1)") MB a rank"
-    said+="; step $(step_ms z0) -> $(step_ms z1) ms"
-    [[ -z $speed ]] || said+=", $(ratio z0 mends) and $(ratio z1 mends) of llm.c without llmc_zero"
+    said="$state $(mb "$(state_bytes z0)") -> $(mb "$(state_bytes "$on")") MB a rank"
+    said+="; step $(step_ms z0) -> $(step_ms "$on") ms"
+    [[ -z $speed ]] || said+=", $(ratio z0 mends) and $(ratio "$on" mends) of llm.c without llmc_zero"
     echo "compare: $precision, $ranks ranks: log and model the same off and sharded; $said"
 fi
 exit $failed
