@@ -141,7 +141,7 @@ def test_wrong_usage():
     (["dev"], "dev is no checkout of llm.c: it has no train_gpt2.cu"),
     (["dev", "test"], "test: DIR is dev already"), (["dev", "--steps"], "--steps needs a value"),
     (["dev", "--ranks", "0"], "--ranks 0: a number from 1 up"), (["dev", "--fast"], "--fast: no such option"),
-    (["dev", "--precision", "FP16"], "--precision FP16: BF16 or FP32")])
+    (["dev", "--stage", "4"], "--stage 4: 1, 2 or 3"), (["dev", "--precision", "FP16"], "--precision FP16: BF16 or FP32")])
 def test_compare_refuses(words, message):
     result = run([COMPARE, *words], check=False)
     assert result.code == 2 and message in result.err and result.err.count("\n") == 1
@@ -185,7 +185,7 @@ def test_off_and_sharded_are_the_same(tmp_path, precision):
     masters = "" if precision == "FP32" else " + masters"
     said = f"compare: {precision}, 2 ranks: log and model the same off and sharded; m + v{masters} "
     assert said in result.out
-    assert result.out.count("\n  yes  ") == 3 and "\n  NO" not in result.out
+    assert result.out.count("\n  yes  ") == 4 and "\n  NO" not in result.out
     assert source_files(LLMC) == before
     assert (WORK / "loss.png").read_bytes()[:4] == b"\x89PNG"
     for name in ("z0", "z1"):
@@ -195,6 +195,14 @@ def test_off_and_sharded_are_the_same(tmp_path, precision):
     again = compare(*words, "--flags", "-d 256", cwd=spaces)   # builds nothing
     assert again.code == 0 and "building" not in again.out
     assert "grad_accum_steps=2" in (WORK / "z1/output.txt").read_text()
+
+
+@real
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_stages_2_and_3_are_the_same_as_off(stage):
+    result = compare(LLMC, *FEW, "--stage", stage, "--flags", "-d 256")
+    assert result.code == 0 and f"-z {stage}, 1/2" in result.out, result.out + result.err
+    assert result.out.count("\n  yes  ") == 4 and "\n  NO" not in result.out
 
 
 @real
