@@ -123,15 +123,19 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
                                 (uint64_t)z->config.stage,
                                 (uint64_t)z->config.reduction,
                                 (uint64_t)z->config.accumulation,
-                                (uint64_t)z->config.overlap,
+                                (uint64_t)(z->config.overlap != 0),
                                 extra};
+    const ZeroPlanChoice choice = zero_plan_choice(&z->config, z->rank);
     uint64_t mixed[2] = {0, 0}, words[2] = {0, 0};
     size_t i;
-    int b, odd;
+    int b, u, odd;
     ZERO_TRY(zero_check_between_steps(z, "zero_check_settings"));
     for (i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
         mixed[0] = zero_mix(mixed[0] ^ zero_mix(numbers[i]));
     for (b = 0; b < layout->buckets_count; b++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[b].count);
+    for (u = 0; u < layout->units_count; u++) /* which units share buckets and slots: the order of the gathers */
+        mixed[0] = zero_mix(mixed[0] ^ (2 * (uint64_t)layout->unit_buckets_first[u + 1] +
+                                        (uint64_t)(z->config.stage >= 2 && zero_is_held(&choice, u))));
     ZERO_TRY(zero_find_odd_rank(z, mixed, &odd, words));
     if (!odd) return zero_ok();
     return zero_error(

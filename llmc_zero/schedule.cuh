@@ -127,6 +127,9 @@ static inline ZeroResult zero_check_units_apart(const ZeroLayout* layout, const 
                     "stage %d holds a unit at a time, but unit %d lies in buckets %d and %d with others "
                     "between: place units one after another",
                     choice->stage, u, layout->unit_buckets[i - 1], layout->unit_buckets[i]);
+    if (choice->held_units_count < 0 || (choice->held_units_count > 0 && !choice->held_units))
+        return zero_error(ZERO_ERROR_ARGUMENT, "%d held units at %p", choice->held_units_count,
+                          (const void*)choice->held_units);
     for (i = 0; i < choice->held_units_count; i++)
         if (choice->held_units[i] < 0 || choice->held_units[i] >= layout->units_count)
             return zero_error(ZERO_ERROR_ARGUMENT, "held unit %d; the layout has units 0 .. %d",

@@ -361,6 +361,14 @@ TEST(Optimizer, RanksMustAgreeOnTheirSettings) {
     Model overlap(config, ZERO_FP32, {300, 7}, 256, 0);
     OK(overlap.result);
     EXPECT_EQ(zero_check_settings(&overlap.z, 5).code, expected);
+    static const int held_unit = 0;
+    config = zero_config();
+    config.stage = 3;
+    config.held_units = &held_unit;
+    config.held_units_count = odd;
+    Model held(config, ZERO_FP32, {300, 7, 5}, 256, 0);
+    OK(held.result);
+    EXPECT_EQ(zero_check_settings(&held.z, 5).code, expected);
     Model plan(zero_config(), ZERO_FP32, {300, 7}, odd ? 0 : 256, 0);
     OK(plan.result);
     ZeroResult result = zero_check_settings(&plan.z, 5);
@@ -479,6 +487,8 @@ TEST(Optimizer, BadSettingsAreRefused) {
                       c->stage = 3, c->held_units = &unit, c->held_units_count = 1;
                   },
                   "held unit 5; the layout has units 0 .. 0"},
+                 {[](ZeroConfig* c) { c->stage = 2, c->held_units_count = -1; }, "-1 held units"},
+                 {[](ZeroConfig* c) { c->stage = 3, c->held_units_count = 1; }, "1 held units at"},
                  {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "works in stage 0, once a step; not in stage 1"},
                  {[](ZeroConfig* c) {
                       c->beta1 = 1.0;
