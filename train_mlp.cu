@@ -608,28 +608,45 @@ static ZeroResult plan_layers(const Options* given, long long layers, int ranks,
     return result;
 }
 
-// The most layers that fit: bytes are nearly a straight line in the layers, so that two points give a guess, and plans beside
-// it the answer.
-static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) {
-    const double memory = 1e6 * o->device_mb;
-    const long long few = 4, many = 68, most = 30000;
+// Whether so many layers fit. What cannot be laid out at all (too many buckets, too many elements) does not.
+static ZeroResult plan_fits(const Options* o, int ranks, long long layers, int* fits, double* bytes) {
     ZeroPlan plan;
-    double at_few, at_many, bytes;
-    ZERO_TRY(plan_layers(o, few, ranks, &plan, &at_few));
-    ZERO_TRY(plan_layers(o, many, ranks, &plan, &at_many));
-    const double a_layer = (at_many - at_few) / (double)(many - few);
-    double guess = (double)few + (memory - at_few) / a_layer;
-    const double limit = o->stage >= 2 || o->bucket_unit ? (double)ZERO_BUCKETS_MAX : 1e6; // a bucket a layer
-    *largest = guess < 1.0 ? 0 : guess > limit ? (long long)limit : (long long)guess;
-    if (*largest > most) return zero_ok();
-    for (;; (*largest)++) { // up, as far as it fits
-        ZERO_TRY(plan_layers(o, *largest + 1, ranks, &plan, &bytes));
-        if (bytes > memory) break;
+    ZeroResult result = plan_layers(o, layers, ranks, &plan, bytes);
+    *fits = result.code == ZERO_OK && *bytes <= 1e6 * o->device_mb;
+    return result.code == ZERO_ERROR_ARGUMENT ? zero_ok() : result;
+}
+
+// The most layers that fit: bytes are nearly a straight line in the layers, so that two points give a guess, and a search
+// from there the answer: steps that double, always between what fits and what does not.
+static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) {
+    const long long few = 4, many = 68, most = 30000;
+    const long long limit = o->stage >= 2 || o->bucket_unit ? ZERO_BUCKETS_MAX : 1000000; // a bucket a layer
+    long long fit = 0, too_many = limit + 1, at = few, stride = 1;
+    double at_few = 0.0, at_many = 0.0, bytes = 0.0;
+    int fits;
+    ZERO_TRY(plan_fits(o, ranks, few, &fits, &at_few));
+    if (fits) ZERO_TRY(plan_fits(o, ranks, many, &fits, &at_many));
+    if (at_many > at_few) {
+        const double guess =
+            (double)few + (1e6 * o->device_mb - at_few) / ((at_many - at_few) / (double)(many - few));
+        at = guess > (double)limit ? limit : (long long)guess;
     }
-    for (; *largest > 0; (*largest)--) { // down, until it fits
-        ZERO_TRY(plan_layers(o, *largest, ranks, &plan, &bytes));
-        if (bytes <= memory) break;
+    if (at > most) { // a guess has to do, unless buckets run out before
+        ZERO_TRY(plan_fits(o, ranks, most, &fits, &bytes));
+        *largest = at;
+        if (fits) return zero_ok();
+        too_many = most;
     }
+    while (too_many - fit > 1) {
+        if (at <= fit || at >= too_many) at = fit + (too_many - fit) / 2;
+        ZERO_TRY(plan_fits(o, ranks, at, &fits, &bytes));
+        if (fits)
+            fit = at, at += stride;
+        else
+            too_many = at, at -= stride;
+        stride *= 2;
+    }
+    *largest = fit;
     return zero_ok();
 }
 
@@ -648,8 +665,13 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
             long long largest = 0;
             o.stage = stage;
             if (o.reduction == ZERO_REDUCE_ALLREDUCE && stage > 0) o.reduction = ZERO_REDUCE_NCCL;
-            ZERO_TRY(plan_layers(&o, o.layers, ranks, &plan, &bytes));
             ZERO_TRY(plan_largest(&o, ranks, &largest));
+            ZeroResult result = plan_layers(&o, o.layers, ranks, &plan, &bytes);
+            if (result.code == ZERO_ERROR_ARGUMENT) { // of this stage and so many ranks only
+                printf("%5d %6d %s; largest -L %lld\n", stage, ranks, result.text, largest);
+                continue;
+            }
+            ZERO_TRY(result);
             printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %10lld%s\n", stage, ranks,
                    1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
                    1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, largest,

@@ -368,6 +368,10 @@ static inline ZeroResult zero_fill_layout(ZeroLayout* layout, const ZeroLayoutCo
     if (!config->offsets_given) ZERO_TRY(zero_place_segments(layout, keys, quantum, config->units_apart));
     ZERO_TRY(zero_check_placement(layout, keys, quantum));
     buckets_count = zero_cut_buckets(layout, quantum, config, NULL);
+    if (buckets_count > ZERO_BUCKETS_MAX && config->bucket_bytes == 0)
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "%d units apart are more than %d buckets: put several layers into a unit",
+                          layout->units_count, ZERO_BUCKETS_MAX);
     if (buckets_count > ZERO_BUCKETS_MAX)
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "buckets of %zu bytes cut %zu elements into more than %d buckets: ask "

@@ -163,6 +163,17 @@ def test_plan_stops_before_training():
     assert abs(state[1, 2] / state[0, 2] - 0.5) < 1e-3 and abs(state[1, 64] / state[0, 64] - 1 / 64) < 1e-3
 
 
+def test_plan_of_models_that_cannot_be_laid_out():
+    """More buckets than there may be: of the layers given, a line in words; of the largest -L, simply too many layers."""
+    out = run(["./train_mlp", "--plan", "-K", "0.05"], ranks=1).out
+    assert len(re.findall(r"^ +[0-3] +\d+ ", out, re.M)) == 44
+    largest = next(int(line.split()[-1]) for line in out.splitlines() if re.match(r" +2 +1 ", line))
+    assert largest == 65536 // 321, "a layer has 321 buckets of 49,920 bytes"
+    out = run(["./train_mlp", "--plan", "-C", "1", "-L", "65537", "--memory", "100"], ranks=1).out
+    assert len(re.findall(r"^ +[0-3] +\d+ ", out, re.M)) == 44
+    assert len(re.findall("65537 units apart are more than 65536 buckets", out)) == 22
+
+
 def test_the_last_of_a_repeated_flag_wins(tmp_path):
     run(["./train_mlp"] + TINY + ["-x", "7", "-x", "2", "-o", str(tmp_path)], ranks=1)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
