@@ -24,6 +24,7 @@
 #define LLMC_ZERO_TIMELINE_CUH_INCLUDED
 
 #include <cuda_runtime.h>
+#include <math.h>
 #include <time.h>
 #if defined(__has_include) && !defined(ZERO_NO_NVTX)
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -58,14 +59,14 @@ typedef struct ZeroTimeSpan { /* recorded, not read yet */
 typedef struct ZeroEntry { /* read */
     const char* name;
     int index, row;
-    double begin_us, us;
+    double begin_us, us; /* from ZeroTimeline.start_us on */
 } ZeroEntry;
 
 typedef struct ZeroTimeline {
     ZeroTiming timing;
     cudaStream_t streams[ZERO_ROWS];
     cudaEvent_t origin; /* a moment whose time is known */
-    double origin_us;
+    double origin_us, start_us; /* the latter from 1970 on, whole: added to the others it would cost them a quarter */
     ZeroTimeSpan* spans;
     int spans_count, spans_capacity;
     ZeroEntry* entries;
@@ -100,25 +101,26 @@ static inline ZeroResult zero_timeline_start(ZeroTimeline* t, ZeroTiming timing,
     t->streams[ZERO_ROW_COMMUNICATION] = communication;
     if (timing == ZERO_TIMING_OFF) return zero_ok();
     ZERO_TRY_CUDA(cudaEventCreate(&t->origin));
+    t->start_us = floor(zero_clock_us());
     for (i = 0; i < 8; i++) { /* again if this process was held up between event and clock */
         const double before_us = zero_clock_us();
         double took_us;
         ZERO_TRY_CUDA(cudaEventRecord(t->origin, compute));
         ZERO_TRY_CUDA(cudaEventSynchronize(t->origin));
         took_us = zero_clock_us() - before_us;
-        t->origin_us = before_us + 0.5 * took_us;
+        t->origin_us = before_us - t->start_us + 0.5 * took_us;
         if (took_us < 100.0) break;
     }
     return zero_ok();
 }
 
-/* When the earliest span of those drained began; the present if there is none. */
+/* When the earliest span of those drained began, in whole microseconds; the present if there is none. */
 static inline double zero_timeline_first_us(const ZeroTimeline* t) {
-    double first_us = t->entries_count ? t->entries[0].begin_us : zero_clock_us();
+    double first_us = t->entries_count ? t->entries[0].begin_us : zero_clock_us() - t->start_us;
     size_t i;
     for (i = 1; i < t->entries_count; i++)
         if (t->entries[i].begin_us < first_us) first_us = t->entries[i].begin_us;
-    return first_us;
+    return t->start_us + floor(first_us);
 }
 
 /* ------------------------------------------------------------------ spans */
@@ -217,12 +219,14 @@ static inline ZeroResult zero_timeline_keep(ZeroTimeline* t, const ZeroTimeSpan*
 }
 
 static inline ZeroResult zero_timeline_read(ZeroTimeline* t, ZeroTimeSpan* s) {
-    float begin_ms = 0.0f, ms = 0.0f;
+    float begin_ms = 0.0f, end_ms = 0.0f, ms = 0.0f;
     ZERO_TRY_CUDA(cudaEventElapsedTime(&ms, s->begin, s->end));
     if (s->is_wait) t->exposed_ms += (double)ms;
     if (t->timing != ZERO_TIMING_ALL || strcmp(s->name, ZERO_SPAN_ISSUE) == 0) return zero_ok();
-    ZERO_TRY_CUDA(cudaEventElapsedTime(&begin_ms, t->origin, s->begin));
-    ZERO_TRY(zero_timeline_keep(t, s, t->origin_us + 1e3 * (double)begin_ms, 1e3 * (double)ms));
+    ZERO_TRY_CUDA(cudaEventElapsedTime(&begin_ms, t->origin, s->begin)); /* both ends from one moment: what follows */
+    ZERO_TRY_CUDA(cudaEventElapsedTime(&end_ms, t->origin, s->end));     /* one another does so rounded, too */
+    ZERO_TRY(zero_timeline_keep(t, s, t->origin_us + 1e3 * (double)begin_ms,
+                                1e3 * ((double)end_ms - (double)begin_ms)));
     if (begin_ms > 1e3f) { /* fp32 milliseconds: begin to count anew before they lose microseconds */
         const cudaEvent_t origin = t->origin;
         t->origin = s->begin;
@@ -258,14 +262,32 @@ static inline double zero_timeline_take_exposed(ZeroTimeline* t) {
     return exposed_ms;
 }
 
+/* Perfetto drops a span that overlaps another one of its row and does not lie inside. What rounding has moved is moved
+   back. ends: of the spans that are open, `depth` of at most 16. */
+static inline void zero_timeline_nest(long long* ends, int* depth, long long* begin, long long* end) {
+    while (*depth > 0) {
+        const long long open_end = ends[*depth - 1];
+        if (open_end <= *begin)
+            (*depth)--;
+        else if (*end <= open_end)
+            break;
+        else if (open_end - *begin < *end - open_end)
+            *begin = open_end; /* it follows */
+        else
+            *end = open_end; /* it is inside */
+    }
+    if (*depth < 16) ends[(*depth)++] = *end;
+}
+
 /* Writes what was drained, to a file of the caller's, as events of process `rank`, each but the file's very first behind a
    comma: the caller puts {"traceEvents":[ before all ranks' events and ]} behind them. start_us: the time that counts as
    zero. 0: writing failed. */
 static inline int zero_timeline_write(const ZeroTimeline* t, FILE* file, int rank, double start_us) {
     static const char* const rows[ZERO_ROWS] = {"compute stream", "communication stream"};
     char text[256];
+    long long ends[ZERO_ROWS][16];
+    int row, depth[ZERO_ROWS] = {0, 0};
     size_t i, written = 1;
-    int row;
     snprintf(text, sizeof(text),
              "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
              rank > 0 ? ",\n" : "", rank, rank);
@@ -279,11 +301,15 @@ static inline int zero_timeline_write(const ZeroTimeline* t, FILE* file, int ran
     }
     for (i = 0; i < t->entries_count; i++) {
         const ZeroEntry* e = &t->entries[i];
+        /* eighths of a microsecond: three digits, and exact as binary fractions, too */
+        const double since_us = t->start_us - start_us + e->begin_us;
+        long long begin = llround(8.0 * since_us), end = llround(8.0 * (since_us + e->us));
         char index[16] = "";
+        zero_timeline_nest(ends[e->row], &depth[e->row], &begin, &end);
         if (e->index != ZERO_NO_INDEX) snprintf(index, sizeof(index), " %d", e->index);
         snprintf(text, sizeof(text),
                  ",\n{\"ph\":\"X\",\"name\":\"%.80s%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}",
-                 e->name, index, rank, e->row, e->begin_us - start_us, e->us);
+                 e->name, index, rank, e->row, 0.125 * (double)begin, 0.125 * (double)(end - begin));
         written &= fwrite(text, strlen(text), 1, file);
     }
     return (int)written;
