@@ -389,20 +389,30 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_older(program, saved, tmp_
     assert not (folder / "DONE_00000004").exists() and state_of(folder / "step_00000002.safetensors") == saved.state(2)
 
 
-def test_sigterm_saves_and_ends(program, tmp_path):
+def start_two(program, folder, *flags):
+    """Two ranks without mpirun, which would end one when the other ends."""
+    words = [program("fp32"), *DEFAULT.split(), *"-pi fs -pn 2".split(), "-o", folder, "-pf", folder, *flags]
+    return [subprocess.Popen([*words, "-pr", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank in (0, 1)]
+
+
+def wait_for_step_5(folder, process):
+    while "s:5 " not in ((folder / "main.log").read_text() if (folder / "main.log").exists() else ""):
+        time.sleep(0.02)
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_sigterm_saves_and_ends(program, tmp_path, stage):
     """One rank gets it; both stop behind the same step. The checkpoint, between two of -n, is rotated, too."""
     folder = tmp_path / "o"
     folder.mkdir()
 
     def start(*flags):
-        words = [program("fp32"), *DEFAULT.split(), *"-z 1 -pi fs -pn 2".split(), "-o", folder, "-pf", folder, *flags]
-        return [subprocess.Popen([*words, "-pr", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                for rank in (0, 1)]
+        return start_two(program, folder, "-z", str(stage), *flags)
 
     ranks = start("-x", "100000", "-n", "100000")
-    while "s:5 " not in ((folder / "main.log").read_text() if (folder / "main.log").exists() else ""):
-        time.sleep(0.02)
-        assert ranks[0].poll() is None
+    wait_for_step_5(folder, ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
     outputs = [process.communicate(timeout=30) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
@@ -414,9 +424,24 @@ def test_sigterm_saves_and_ends(program, tmp_path):
     outputs = [process.communicate(timeout=60) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0] and f"resumed from step {step}" in outputs[0][0]
     assert not list(folder.glob(f"*_{step:08}*"))
-    straight = run_lines(program("fp32"), 2, tmp_path, [f"-z 1 -x {end} -n {end}"])[0]
+    straight = run_lines(program("fp32"), 2, tmp_path, [f"-z {stage} -x {end} -n {end}"])[0]
     assert (folder / "main.log").read_text() == straight.log
     assert state_of(folder / f"step_{end:08}.safetensors") == straight.state(end)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
+    """In words, soon, and without another checkpoint; in stage 3 it may wait for a layer's parameters."""
+    ranks = start_two(program, tmp_path, "-z", str(stage), "-x", "100000", "-n", "100000")
+    wait_for_step_5(tmp_path, ranks[0])
+    ranks[victim].kill()
+    start, survivor = time.monotonic(), ranks[1 - victim]
+    _, err = survivor.communicate(timeout=60)
+    ranks[victim].communicate()
+    assert survivor.returncode not in (0, None) and time.monotonic() - start < 10
+    assert err.startswith(f"[llmc_zero ERROR] rank {1 - victim} of 2 at file"), err
+    assert not list(tmp_path.glob("step_*")) and not list(tmp_path.glob("DONE_*"))
 
 
 @slow
@@ -522,11 +547,13 @@ def test_old_state_files_that_do_not_fit_are_refused(program, old, tmp_path, wha
 @pytest.mark.parametrize("precision, ranks, poison",
                          [("fp32", 3, "2:1:nan"), ("bf16", 2, "2:1:inf"), ("fp32", 1, "2:0:nan")])
 def test_a_gradient_that_is_not_finite_on_one_rank(program, tmp_path, precision, ranks, poison):
-    cases = [f"-z {z} -w {w} {tokens(ranks, 2)}" for z in (0, 1) for w in (0, 1)]
+    ordered = "-R ordered -A micro"
+    cases = [f"-z {z} -w {w} {tokens(ranks, 2)}"
+             for z in ("0", "1", *(f"{z} {ordered}" for z in (0, 1, 2, 3))) for w in (0, 1)]
     outcomes = run_lines(program(precision), ranks, tmp_path,
                          [f"{case} -x 6 -n 1 -a {poison}" for case in cases])
     for i, outcome in enumerate(outcomes):
-        assert outcome.log == outcomes[i % 2].log and outcome.model == outcomes[i % 2].model   # both stages
+        assert outcome.bits == outcomes[i % 2 + (4 if ordered in cases[i] else 0)].bits   # in all stages
         assert outcome.out.count("skipping update: the gradient is not finite") == 1
         norms, losses = outcome.column("norm"), outcome.column("trl")
         assert not numpy.isfinite(norms[2]) and numpy.isfinite(norms[:2] + norms[3:]).all()
@@ -539,11 +566,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank(program, tmp_path, precision,
 
 def test_outliers_are_dropped_on_all_ranks(program, tmp_path):
     """The loss of one rank is 50 times as large in step 7: -sl and -sg drop the update on both ranks."""
-    cases = [f"-z {z} {flags} {tokens(2, 2)}" for flags in ("-sl 5", "-sg 5") for z in (0, 1)]
+    cases = [f"-z {z} -A micro {flags} {tokens(2, 2)}" for flags in ("-sl 5", "-sg 5") for z in (0, 1, 2, 3)]
     outcomes = run_lines(program("fp32"), 2, tmp_path, [f"{case} -x 10 -n 1 -a 7:1:50" for case in cases])
     for i, outcome in enumerate(outcomes):
         assert re.findall(r"step (\d+): the (\w+) is an outlier",
-                          outcome.out) == [("7", "loss" if i < 2 else "gradient")]
+                          outcome.out) == [("7", "loss" if i < 4 else "gradient")]
         assert outcome.bits == outcomes[0].bits
         states = [outcome.state(step)[1] for step in range(6, 11)]
         assert states[1] == states[2] and len(set(states)) == 4
