@@ -280,7 +280,7 @@ def edit_update(plan):
                                                          plan.source.code[function.body.start:function.body.end])))
     if decays and decays != "0 1 4 6 10 12".split():
         plan.lost.append(f"edit '{plan.edit}': weight decay is for tensors {', '.join(decays)} here, in llm.c for 0, 1, "
-                         "4, 6, 10, 12: change zero_gpt2_tensors in llmc_zero/gpt2.cuh")
+                         "4, 6, 10, 12: change zero_gpt2_tensors in llmc_zero/gpt2_layout.cuh")
     state = names[0] + "->rng_state"
     saved = f"{state}_last_update = {state}; // goes into state files\n"
     plan.body(function, (saved if re.search(r"\brng_state_last_update\b", plan.source.code) else "")

@@ -1,10 +1,8 @@
 /* llmc_zero/gpt2.cuh - what llmc_zero has to know of llm.c's GPT2. dev/llmc/patch.py puts it here and edits
    train_gpt2.cu so that the functions below are called; it is included right behind the definition of GPT2.
 
-   A segment is one layer's part of a tensor, a unit is a layer; unit 0 holds the embeddings, the last unit the final
-   layernorm. The flat buffer is layer-major: layer l + 1 lies a constant distance behind layer l, so a kernel gets
-   its pointers from zero_gpt2_param(model, params.qkvw, l) in place of params.qkvw + l * size. The model index is
-   llm.c's order (tensor by tensor), so model files keep their bytes.
+   The flat buffer is layer-major, so a kernel gets its pointers from zero_gpt2_param(model, params.qkvw, l) in place of
+   params.qkvw + l * size; in stage 3 that waits for the layer's gather.
 
    One step, in the order in which the patched functions call:
      gpt2_backward_and_reduce   zero_gpt2_begin; zero_gpt2_grad; zero_gpt2_layer_done; zero_gpt2_backward_done
@@ -12,7 +10,11 @@
      gpt2_update                zero_gpt2_update
      gpt2_forward (the next)    zero_gpt2_param
    A step whose gpt2_update is left out (llm.c's outlier rule) is dropped when the next one begins.
-   Checkpoints, resuming and SIGTERM: gpt2_checkpoint.cuh.
+   Parts, each included where what it uses is defined:
+     gpt2_flags.cuh       what -K, -R, -A, -O and -H say
+     gpt2_layout.cuh      where the parts of tensors lie: segments, units
+     gpt2_model_file.cuh  the parameters in llm.c's order: model files, host memory
+     gpt2_checkpoint.cuh  checkpoints, resuming, SIGTERM
 
    llm.c's way with errors is kept: a call that fails prints one line and ends the program, the other ranks with it.
 */
@@ -32,18 +34,7 @@
 #include "llmc_zero.cuh"
 /* behind the one above */
 #include "checkpoint_folder.cuh"
-
-/* What -K, -R, -A, -O and -H say; -z stays llm.c's. */
-typedef struct ZeroGpt2Settings {
-    int units_apart;  /* -K unit: a bucket a layer */
-    double bucket_mb; /* -K X: buckets of at most X MB; 0: one bucket */
-    ZeroReduction reduction;
-    ZeroAccumulation accumulation;
-    int overlap;
-    int hash_every; /* -H: compare the ranks' parameters every so many steps; 0: at the end only */
-    int save_every; /* -n, with -o; 0: no checkpoints */
-    uint64_t flags; /* zero_gpt2_flags: must be the same on all ranks */
-} ZeroGpt2Settings;
+#include "gpt2_flags.cuh"
 
 typedef struct ZeroGpt2 {
     ZeroGpt2Settings settings;
@@ -65,22 +56,6 @@ typedef struct ZeroGpt2 {
     int stop;    /* a rank got SIGTERM */
 } ZeroGpt2;
 
-/* llm.c's tensors in its order. decays: only matrices and embeddings lose weight. columns: of a matrix, in channels;
-   0: a vector. */
-typedef struct ZeroGpt2Tensor {
-    const char* name;
-    int per_layer, decays, columns;
-} ZeroGpt2Tensor;
-
-static const ZeroGpt2Tensor zero_gpt2_tensors[] = {
-    {"wte", 0, 1, 1},     {"wpe", 0, 1, 1},     {"ln1w", 1, 0, 0},     {"ln1b", 1, 0, 0},
-    {"qkvw", 1, 1, 1},    {"qkvb", 1, 0, 0},    {"attprojw", 1, 1, 1}, {"attprojb", 1, 0, 0},
-    {"ln2w", 1, 0, 0},    {"ln2b", 1, 0, 0},    {"fcw", 1, 1, 1},      {"fcb", 1, 0, 0},
-    {"fcprojw", 1, 1, 4}, {"fcprojb", 1, 0, 0}, {"lnfw", 0, 0, 0},     {"lnfb", 0, 0, 0},
-};
-static_assert(sizeof(zero_gpt2_tensors) / sizeof(zero_gpt2_tensors[0]) == NUM_PARAMETER_TENSORS,
-              "this llm.c has other parameter tensors: change zero_gpt2_tensors in llmc_zero/gpt2.cuh alike");
-
 /* Ends this process and with it the others: mpirun sees the exit code; a rank that waits must not wait for ever. */
 static inline void zero_gpt2_check(ZeroResult result, const char* file, int line) {
     if (result.code == ZERO_OK) return;
@@ -96,86 +71,7 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 }
 #define zeroCheck(result) (zero_gpt2_check((result), __FILE__, __LINE__))
 
-/* ------------------------------------------------------------------ flags */
-
-static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_STEP, 1, 0, 0, 0};
-    return settings;
-}
-
-/* What all of main's flags together say. flags: one number of all but those that may differ: files and folders (-i,
-   -j, -e, -o) and how ranks meet (-p?). Ranks with other steps, batches, rates or -H would wait for one another, or
-   train their slices each in its own way. */
-static inline void zero_gpt2_read_flags(ZeroGpt2Settings* settings, int argc, char** argv) {
-    int folder = 0;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (strcmp(argv[i], "-n") == 0) settings->save_every = atoi(argv[i + 1]);
-        if (strncmp(argv[i], "-o", 2) == 0) folder = 1;
-        if (argv[i][0] == '-' && argv[i][1] && strchr("ijeop", argv[i][1])) continue;
-        for (int word = i; word <= i + 1; word++)
-            for (const char* c = argv[word]; c == argv[word] || c[-1]; c++)
-                settings->flags = zero_mix(settings->flags * 257 + (unsigned char)*c + 1);
-    }
-    if (!folder || settings->save_every < 0) settings->save_every = 0;
-}
-
-static inline void zero_gpt2_usage(void) {
-    fprintf(stderr, "  llmc_zero: -z 0 off, 1 optimizer state sharded, 2 and gradients, 3 and parameters\n");
-    fprintf(
-        stderr,
-        "  -K <string> bucket size in MB, or unit = a bucket a layer, or 0 = one bucket (default = unit)\n");
-    fprintf(
-        stderr,
-        "  -R <string> reduction of gradients: nccl, ordered (fp32, in rank order), or allreduce with -z 0\n"
-        "              (default = nccl)\n");
-    fprintf(stderr, "  -A <string> step: reduce once a step; micro: each micro-step, into fp32 (-z 2 and 3 "
-                    "do that always)\n"
-                    "              (default = step)\n");
-    fprintf(stderr, "  -O <int>    overlap communication with forward and backward? (default = 1)\n");
-    fprintf(
-        stderr,
-        "  -H <int>    compare the ranks' parameters every so many steps (default = 0, at the end only)\n");
-    fprintf(stderr,
-            "  -n: DIR/step_*.safetensors holds the state of all ranks; -y 1 reads it on any number of\n"
-            "  ranks; SIGTERM saves behind the current step, and ends the run with 0\n");
-}
-
-/* Takes flag -K, -R, -A, -O or -H; 0 if it is none of them. A value that cannot work ends the program. */
-static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, const char* value) {
-    char* end = NULL;
-    if (strlen(flag) != 2 || !strchr("KRAOH", flag[1])) return 0;
-    if (flag[1] == 'K' && strcmp(value, "unit") == 0) {
-        settings->units_apart = 1;
-        settings->bucket_mb = 0.0;
-    } else if (flag[1] == 'K') {
-        settings->units_apart = 0;
-        settings->bucket_mb = strtod(value, &end);
-        if (end == value || *end || !(settings->bucket_mb >= 0.0 && settings->bucket_mb <= 1e9)) end = NULL;
-        if (!end) fprintf(stderr, "-K %s: a bucket size in MB, 0 .. 1e9, or unit\n", value);
-        if (!end) exit(EXIT_FAILURE);
-    } else if (flag[1] == 'R' && strcmp(value, "nccl") == 0) {
-        settings->reduction = ZERO_REDUCE_NCCL;
-    } else if (flag[1] == 'R' && strcmp(value, "ordered") == 0) {
-        settings->reduction = ZERO_REDUCE_ORDERED;
-    } else if (flag[1] == 'A' && (strcmp(value, "step") == 0 || strcmp(value, "micro") == 0)) {
-        settings->accumulation = value[0] == 'm' ? ZERO_ACCUMULATE_MICRO : ZERO_ACCUMULATE_STEP;
-    } else if (flag[1] == 'R' && strcmp(value, "allreduce") == 0) {
-        settings->reduction = ZERO_REDUCE_ALLREDUCE;
-    } else if (flag[1] == 'O' && (strcmp(value, "0") == 0 || strcmp(value, "1") == 0)) {
-        settings->overlap = value[0] == '1';
-    } else if (flag[1] == 'H' && *value && strlen(value) < 10 &&
-               strspn(value, "0123456789") == strlen(value)) {
-        settings->hash_every = atoi(value);
-    } else {
-        fprintf(stderr, "%s %s: %s\n", flag, value,
-                flag[1] == 'R'   ? "nccl, ordered or allreduce"
-                : flag[1] == 'A' ? "step or micro"
-                : flag[1] == 'O' ? "0 or 1"
-                                 : "a number of steps, 0 .. 999999999");
-        exit(EXIT_FAILURE);
-    }
-    return 1;
-}
+#include "gpt2_layout.cuh"
 
 /* ------------------------------------------------------------------ set up, tear down */
 
@@ -225,61 +121,6 @@ static inline void zero_gpt2_free(GPT2* model) {
     model->params_memory = NULL;
     model->grads_memory = NULL;
     model->m_memory = model->v_memory = model->master_weights = NULL;
-}
-
-static inline int zero_gpt2_layers(const ZeroGpt2* zero) { return zero->layout.units_count - 2; }
-
-/* The segment of tensor i's part in a layer (the layer of a tensor that has none does not matter). */
-static inline int zero_gpt2_segment(const ZeroGpt2* zero, int i, int layer) {
-    return zero->first_segment[i] + (zero_gpt2_tensors[i].per_layer ? layer : 0);
-}
-
-static inline ZeroResult zero_gpt2_describe(GPT2* model, int ranks) {
-    ZeroGpt2* zero = model->zero;
-    const int layers = model->config.num_layers;
-    const size_t segments_max = (size_t)NUM_PARAMETER_TENSORS * (size_t)(layers > 0 ? layers : 1);
-    ZeroSegment* segments = (ZeroSegment*)calloc(segments_max, sizeof(ZeroSegment));
-    ZeroLayoutConfig config = zero_layout_config(ranks, sizeof(floatX) == 2 ? ZERO_BF16 : ZERO_FP32);
-    ZeroResult result = zero_ok();
-    int count = 0;
-    zero->names = (char(*)[32])calloc(segments_max, sizeof(*zero->names));
-    config.units_apart = zero->settings.units_apart || zero->stage >= 2;
-    config.bucket_bytes = (size_t)(zero->settings.bucket_mb * 1e6);
-    if (zero->settings.bucket_mb > 0.0 && config.bucket_bytes == 0)
-        config.bucket_bytes = 1; /* 0 is one bucket */
-    if (!segments || !zero->names)
-        result = zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu segments", segments_max);
-    if (layers < 1) result = zero_error(ZERO_ERROR_ARGUMENT, "%d layers; a model has at least 1", layers);
-    for (int i = 0; i < NUM_PARAMETER_TENSORS && result.code == ZERO_OK; i++) {
-        const ZeroGpt2Tensor* tensor = &zero_gpt2_tensors[i];
-        const int parts = tensor->per_layer ? layers : 1;
-        if (model->param_elements[i] % (size_t)parts != 0)
-            result = zero_error(ZERO_ERROR_ARGUMENT,
-                                "tensor %s has %zu elements, which %d layers cannot share: change "
-                                "zero_gpt2_tensors in llmc_zero/gpt2.cuh",
-                                tensor->name, model->param_elements[i], parts);
-        zero->first_segment[i] = count;
-        for (int l = 0; l < parts; l++, count++) {
-            const int unit = tensor->per_layer ? 1 + l : i < 2 ? 0 : 1 + layers;
-            snprintf(zero->names[count], sizeof(*zero->names), tensor->per_layer ? "h.%2$d.%1$s" : "%s",
-                     tensor->name, l);
-            segments[count] =
-                zero_segment(zero->names[count], model->param_elements[i] / (size_t)parts, unit);
-            segments[count].decay_factor = tensor->decays ? 1.0f : 0.0f;
-        }
-    }
-    if (result.code == ZERO_OK) result = zero_layout(&zero->layout, segments, count, &config);
-    free(segments);
-    return result;
-}
-
-/* model->params and model->grads become names: zero_gpt2_param and zero_gpt2_grad turn them into addresses. In stages 0 to 2
-   (gradients: 0 and 1) they are those of layer 0, too. */
-static inline void zero_gpt2_point(const ZeroGpt2* zero, ParameterTensors* tensors, void* flat) {
-    floatX** pointers =
-        (floatX**)tensors; /* llm.c asserts that it is an array of NUM_PARAMETER_TENSORS pointers */
-    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++)
-        pointers[i] = (floatX*)flat + zero->layout.segments[zero->first_segment[i]].flat_offset;
 }
 
 /* In place of one cudaMalloc for all parameters: lays the model out and allocates what the stage needs. */
@@ -343,10 +184,6 @@ static inline void zero_gpt2_allocate_state(GPT2* model) {
             (size_t)arrays * own * sizeof(float), arrays, own, all);
 }
 
-/* ------------------------------------------------------------------ model order: files and host memory */
-
-typedef enum ZeroGpt2Direction { ZERO_GPT2_TO_HOST, ZERO_GPT2_FROM_HOST } ZeroGpt2Direction;
-
 /* Releases what zero_gpt2_param has acquired; keep: but for this unit (ZERO_NO_UNIT: all of it). */
 static inline void zero_gpt2_close(ZeroGpt2* zero, int keep) {
     for (int u = 0; u < zero->layout.units_count; u++) {
@@ -356,125 +193,9 @@ static inline void zero_gpt2_close(ZeroGpt2* zero, int keep) {
     }
 }
 
-/* Copies elements first .. first + count - 1 of the model, in llm.c's order, between host memory and the parameters, or
-   with flat a flat device buffer, on main_stream. Pinned host memory: asynchronous. In stage 3 all ranks call it. */
-static inline void zero_gpt2_copy(ZeroGpt2* zero, void* flat, size_t first, size_t count, void* host,
-                                  ZeroGpt2Direction direction) {
-    const ZeroLayout* layout = &zero->layout;
-    int open = ZERO_NO_UNIT;
-    zero_gpt2_close(zero, ZERO_NO_UNIT);
-    for (int s = 0; s < layout->segments_count; s++) {
-        const ZeroSegment* segment = &layout->segments[s];
-        const size_t begin = segment->model_offset > first ? segment->model_offset : first;
-        const size_t segment_end = segment->model_offset + segment->count;
-        const size_t end = segment_end < first + count ? segment_end : first + count;
-        if (begin >= end) continue;
-        const size_t skip = begin - segment->model_offset;
-        floatX* place = (floatX*)host + (begin - first);
-        void* device = flat ? (floatX*)flat + segment->flat_offset : NULL;
-        if (direction == ZERO_GPT2_FROM_HOST) {
-            zeroCheck(zero_params_write(&zero->z, s, skip, end - begin, place));
-            continue;
-        }
-        if (!flat) zeroCheck(zero_params_visit(&zero->z, s, &open, &device));
-        cudaCheck(cudaMemcpyAsync(place, (floatX*)device + skip, (end - begin) * sizeof(floatX),
-                                  cudaMemcpyDeviceToHost, main_stream));
-    }
-    zeroCheck(zero_params_leave(&zero->z, &open));
-}
-
-/* Parameters between the device and a file, in llm.c's order, through two pinned buffers of IO_BUF_SIZE bytes: the
-   file works on one while the device works on the other. file NULL: takes part in the gathers only. */
-static inline void zero_gpt2_params_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
-    const size_t all = model->zero->layout.model_count, step = IO_BUF_SIZE / sizeof(floatX);
-    const size_t bytes = (all < step ? all : step) * sizeof(floatX);
-    char* buffers[2];
-    cudaEvent_t done[2];
-    for (int i = 0; i < 2; i++) {
-        cudaCheck(cudaMallocHost((void**)&buffers[i], bytes));
-        cudaCheck(cudaEventCreateWithFlags(&done[i], cudaEventDisableTiming));
-    }
-    size_t previous = 0; /* elements of the piece before this one */
-    int turn = 0;
-    for (size_t first = 0; first < all; first += step, turn = !turn) {
-        const size_t count = all - first < step ? all - first : step;
-        if (direction == ZERO_GPT2_FROM_HOST) {
-            cudaCheck(cudaEventSynchronize(
-                done[turn])); /* the copy out of this buffer; at once in the first two turns */
-            freadCheck(buffers[turn], sizeof(floatX), count, file);
-        }
-        zero_gpt2_copy(model->zero, NULL, first, count, buffers[turn], direction);
-        cudaCheck(cudaEventRecord(done[turn], main_stream));
-        if (direction == ZERO_GPT2_TO_HOST && previous > 0) {
-            cudaCheck(cudaEventSynchronize(done[!turn]));
-            if (file) fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
-        }
-        previous = count;
-    }
-    cudaCheck(cudaStreamSynchronize(main_stream));
-    if (direction == ZERO_GPT2_TO_HOST && previous > 0 && file)
-        fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
-    for (int i = 0; i < 2; i++) {
-        cudaCheck(cudaFreeHost(buffers[i]));
-        cudaCheck(cudaEventDestroy(done[i]));
-    }
-}
-
-static inline void zero_gpt2_params_to_file(GPT2* model, FILE* file) {
-    zero_gpt2_params_and_file(model, file, ZERO_GPT2_TO_HOST);
-}
-/* On the ranks that do not write the model file: in stage 3 each unit has to be gathered for the one that does. */
-static inline void zero_gpt2_join_params_to_file(GPT2* model) {
-    if (model->zero->z.schedule.params_sharded) zero_gpt2_params_and_file(model, NULL, ZERO_GPT2_TO_HOST);
-}
-/* Whether this rank samples: rank 0, in stage 3 all of them, because each forward gathers. */
-static inline int zero_gpt2_samples(const GPT2* model) {
-    return multi_gpu_config.process_rank == 0 || model->zero->z.schedule.params_sharded;
-}
-/* Every rank reads the whole file. */
-static inline void zero_gpt2_params_from_file(GPT2* model, FILE* file) {
-    zero_gpt2_params_and_file(model, file, ZERO_GPT2_FROM_HOST);
-}
-
-static inline void zero_gpt2_params_from_host(GPT2* model, void* params) {
-    zero_gpt2_copy(model->zero, NULL, 0, model->zero->layout.model_count, params, ZERO_GPT2_FROM_HOST);
-    cudaCheck(cudaStreamSynchronize(main_stream));
-}
-
-/* The mean gradient over the ranks, before clipping, in llm.c's order; for a test to look at. With -z 1 this rank has
-   the mean in its own slices only. */
-static inline void zero_gpt2_grads_to_host(GPT2* model, void* grads) {
-    const size_t count = model->zero->layout.model_count;
-    if (model->zero->stage > 1)
-        zeroCheck(zero_error(ZERO_ERROR_ARGUMENT, "-z %d never holds all gradients; -z 0 does",
-                             model->zero->stage));
-    zeroCheck(zero_grad_norm(&model->zero->z, NULL)); /* all reductions are done behind this */
-    zero_gpt2_copy(model->zero, model->grads_memory, 0, count, grads, ZERO_GPT2_TO_HOST);
-    cudaCheck(cudaStreamSynchronize(main_stream));
-    for (size_t i = 0; multi_gpu_config.num_processes > 1 && i < count; i++)
-        ((floatX*)grads)[i] = (floatX)((float)((floatX*)grads)[i] / (float)multi_gpu_config.num_processes);
-}
-
-/* llm.c's question where a tensor lies; the offset is into params_memory and grads_memory. */
-static inline ShardInfo zero_gpt2_tensor_at_layer(const GPT2* model, int layer, int tensor) {
-    const ZeroSegment* segment = &model->zero->layout.segments[zero_gpt2_segment(model->zero, tensor, layer)];
-    return {(ptrdiff_t)segment->flat_offset, segment->count};
-}
+#include "gpt2_model_file.cuh"
 
 /* ------------------------------------------------------------------ the step */
-
-/* Which segment a pointer of model->params or model->grads (at layer 0) and a layer mean; -1: none. */
-static inline int zero_gpt2_find(const ZeroGpt2* zero, const ParameterTensors* tensors, const floatX* first,
-                                 size_t layer) {
-    floatX* const* pointers = (floatX* const*)tensors;
-    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++)
-        if (pointers[i] == first &&
-            layer < (size_t)(zero_gpt2_tensors[i].per_layer ? zero_gpt2_layers(zero) : 1))
-            return zero_gpt2_segment(zero, i, (int)layer);
-    zeroCheck(zero_error(ZERO_ERROR_ARGUMENT, "%p in layer %zu is no tensor of the model", (const void*)first,
-                         layer));
-    return -1;
-}
 
 /* A layer's part of a tensor; main_stream waits until it has been gathered. first: the tensor's pointer in
    model->params. The pointer is good until a tensor of another layer, but its first norm, is asked for: a layer's last
@@ -497,20 +218,6 @@ static inline void zero_gpt2_final_norm_done(ZeroGpt2* zero) {
     const int unit = 1 + zero_gpt2_layers(zero);
     if (!zero->z.units[unit].ready && zero->z.units[unit].grads_open)
         zeroCheck(zero_grads_ready(&zero->z, unit));
-}
-
-/* Elements from where a unit begins to where it ends. */
-static inline size_t zero_gpt2_unit_count(const ZeroGpt2* zero, int unit) {
-    size_t end = 0;
-    for (int i = 0; i < NUM_PARAMETER_TENSORS; i++) {
-        const int per_layer = zero_gpt2_tensors[i].per_layer;
-        const int s = zero_gpt2_segment(zero, i, per_layer && unit > 0 ? unit - 1 : 0);
-        if (per_layer && (unit == 0 || unit > zero_gpt2_layers(zero))) continue;
-        if (zero->layout.segments[s].unit != unit) continue;
-        const size_t last = zero_unit_offset(&zero->layout, s) + zero->layout.segments[s].count;
-        if (last > end) end = last;
-    }
-    return end;
 }
 
 /* The same for a gradient, from model->grads. llm.c adds to what is there, so that a unit is cleared where it would have to be

@@ -8,9 +8,9 @@
     dev/llmc/patch.py DIR --drop-own-code replace what a fork has changed inside of the functions that are replaced
     dev/llmc/patch.py DIR --mends-only    only the mends: plain llm.c without these faults, to compare with
 
-Every place to change is found by names that stand there (functions, variables), and has to be found exactly once:
-else nothing is written, and the message names what is missing. DIR/llmc_zero gets the headers, the adapter
-gpt2.cuh, the record of what was changed (patch.json, unpatched/), and in third_party/ a copy of xxHash and JSON for
+Every place to change is found by names that stand there (functions, variables), and has to be found exactly once: else
+nothing is written, and the message names what is missing. DIR/llmc_zero gets the headers, the adapter gpt2.cuh with
+its parts, the record of what was changed (patch.json, unpatched/), and in third_party/ a copy of xxHash and JSON for
 Modern C++, so that the machine that compiles needs neither.
 
 Exit code: 0 done (or, with --check, possible), 1 an anchor is missing or a file cannot be written, 2 wrong usage.
