@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import pytest
 
 import test_cpu_rewrite
 from conftest import TOP, run, slow
+
+sys.path.insert(0, str(TOP / "dev/llmc"))
+import make_files  # noqa: E402
 
 LLMC = os.environ.get("LLMC_DIR")
 pytestmark = [pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c"),
@@ -139,6 +143,88 @@ def test_overlap_and_allreduce(train):
     same(one, train("patched", "FP32", 2, "-z", 1, "-O", 0, steps=6))
     same(one, train("patched", "FP32", 2, "-z", 0, "-R", "allreduce", steps=6))
     same(one, train("patched", "FP32", 2, "-z", 1, "-H", 1, steps=6))
+
+
+# ---- gradients and parameters sharded
+
+ORDERED = ["-R", "ordered", "-A", "micro"]
+
+
+def tensors_of(checkpoint):
+    """The bytes of a checkpoint behind its header, which names the stage."""
+    data = checkpoint.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little"):]
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+@pytest.mark.parametrize("flags", ["-d 512 -n 2 -s 2 -g 8", "-w 0 -K 0.1", "-r 0 -O 0",
+                                   "-r 2 -ge 2 -b 1 -t 32 -d 128"])
+def test_all_stages_are_the_same_bits(work, train, precision, flags):
+    """Log, model, samples, and the models and checkpoints in between. -d: two micro-steps; -r: what is recomputed;
+    -ge: gelu within the matrix product."""
+    runs = []
+    for stage in range(4):
+        folder = work / f"stage {stage} {precision} {flags}"
+        one = train("patched", precision, 2, "-z", stage, *ORDERED, *flags.split(), steps=4, folder=folder)
+        assert f"llmc_zero: stage {stage}, " in one.out and "on each of 2 ranks" in one.out
+        sampled = re.findall(r"^generating:\n---\n([\d ]*)\n---$", one.out, re.M)
+        assert len(sampled) == (2 if "-s" in flags else 0) and all(len(words.split()) == 7 for words in sampled)
+        read = {path.name: tensors_of(path) if path.suffix == ".safetensors" else path.read_bytes()
+                for path in folder.iterdir()}
+        files = {name: hashlib.sha256(data).digest() for name, data in read.items()}
+        assert len(files) == 1 + 3 * (2 if "-n" in flags else 1)   # main.log; a model, a checkpoint and DONE each
+        runs.append((one.log, sampled, files))
+    assert len(runs[0][0]) > 4 and runs[0] == runs[1] == runs[2] == runs[3]
+
+
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_stages_2_and_3_under_nccls_own_sums(train, precision):
+    """Three ranks, where a ring's order counts: the same buckets, so the same sums."""
+    two, three = [train("patched", precision, 3, "-z", stage, "-R", "nccl", "-d", 768, steps=4) for stage in (2, 3)]
+    same(two, three)
+    assert two.steps[3][0] < two.steps[0][0]
+
+
+def held(out):
+    """Bytes of parameters and of gradients on each rank."""
+    found = re.search(r"^llmc_zero: stage .* parameters (\d+), gradients (\d+),", out, re.M)
+    return int(found[1]), int(found[2])
+
+
+def test_stages_hold_less(work, train):
+    """Of 8 layers: two and the embeddings stay whole beside a rank's half."""
+    model, layers, elements = work / "deep.bin", 8, 12 * 32 * 32 + 13 * 32
+    make_files.write_model(model, "FP32", (64, 8192, layers, 2, 32))
+    off, one, two, three = [held(train("patched", "FP32", 2, "-z", stage, "-e", model, steps=1).out)
+                            for stage in range(4)]
+    embeddings = 4 * (8192 + 64) * 32
+    whole = embeddings + 4 * layers * elements
+    assert off == one and one[0] >= whole and two[0] == one[0]
+    for bytes_, units in ((two[1], 3), (three[1], 3), (three[0], 2)):
+        assert whole / 2 <= bytes_ <= whole / 2 + embeddings + units * 4 * elements + 8192
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("precision", ["FP32", "BF16"])
+def test_orders_of_streams_in_stages_2_and_3(train, stage, precision):
+    eager, *others = [train("patched", precision, 2, "-z", stage, "-d", 512, steps=3, env={"CUDA_CPU_STREAMS": mode})
+                      for mode in ("eager", "lazy", "rush:2", "threads")]
+    for other in others:
+        same(eager, other)
+
+
+@pytest.mark.parametrize("before, after", [(3, 1), (1, 3), (3, 3), (2, 3)])
+def test_resume_in_another_stage(work, train, before, after):
+    """To the bit, the rest of the log and the checkpoint too; in BF16 with masters."""
+    folder = work / f"resume {before} {after}"
+    flags = [*ORDERED, "-n", 2, "-d", 512]
+    straight = train("patched", "BF16", 2, "-z", before, *flags, steps=4, folder=folder)
+    checkpoint = tensors_of(folder / "step_00000004.safetensors")
+    back_to(folder, 2)
+    resumed = train("patched", "BF16", 2, "-z", after, *flags, "-y", 1, steps=4, folder=folder)
+    assert "resumed from step 2" in resumed.out
+    same(straight, resumed)
+    assert tensors_of(folder / "step_00000004.safetensors") == checkpoint
 
 
 # ---- patched against unpatched
@@ -319,8 +405,8 @@ def test_outliers_are_skipped_alike(train):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["-z", 2], "stages 0"), (["-z", -1], "stages 0"), (["-K", "big"], "-K big"), (["-K", -1], "-K -1"),
-    (["-R", "ordered"], "-R ordered"), (["-O", 2], "-O 2"), (["-H", "x"], "-H x"),
+    (["-z", 4], "-z 4: 0 (off)"), (["-z", -1], "-z -1: 0 (off)"), (["-K", "big"], "-K big"), (["-K", -1], "-K -1"),
+    (["-R", "ring"], "-R ring"), (["-A", "all"], "-A all"), (["-O", 2], "-O 2"), (["-H", "x"], "-H x"),
     (["-z", 1, "-R", "allreduce"], "allreduce works in stage 0")])
 def test_bad_flags(train, flags, words):
     result = train("patched", "FP32", 2, *flags, steps=1, check=False)
