@@ -68,23 +68,25 @@ zero_error(ZeroCode code, const char* format, ...) {
     } while (0)
 
 /* The same for calls of the CUDA runtime (cudaError_t) and of NCCL (ncclResult_t); they need its header only
-   where they are used. */
-#define ZERO_TRY_CUDA(call)                                                                       \
-    do {                                                                                          \
-        cudaError_t zero_try_cuda = (call);                                                       \
-        if (zero_try_cuda != cudaSuccess)                                                         \
-            return zero_error(                                                                    \
-                zero_try_cuda == cudaErrorMemoryAllocation ? ZERO_ERROR_MEMORY : ZERO_ERROR_CUDA, \
-                "%s: %s (%s:%d)", #call, cudaGetErrorString(zero_try_cuda), __FILE__, __LINE__);  \
+   where they are used. The text names the function and the line, not the arguments: those would push the reason
+   out of a text of this length. */
+#define ZERO_TRY_CUDA(call)                                                                  \
+    do {                                                                                     \
+        cudaError_t zero_try_cuda = (call);                                                  \
+        if (zero_try_cuda != cudaSuccess)                                                    \
+            return zero_error(zero_try_cuda == cudaErrorMemoryAllocation ? ZERO_ERROR_MEMORY \
+                                                                         : ZERO_ERROR_CUDA,  \
+                              "%.*s: %s (%s:%d)", (int)strcspn(#call, "("), #call,           \
+                              cudaGetErrorString(zero_try_cuda), __FILE__, __LINE__);        \
     } while (0)
 
-#define ZERO_TRY_NCCL(call)                                                                        \
-    do {                                                                                           \
-        ncclResult_t zero_try_nccl = (call);                                                       \
-        if (zero_try_nccl != ncclSuccess) /* ncclInProgress too: see collectives.cuh */            \
-            return zero_error(ZERO_ERROR_NCCL, "%s: %s: %s (%s:%d)", #call,                        \
-                              ncclGetErrorString(zero_try_nccl), ncclGetLastError(NULL), __FILE__, \
-                              __LINE__);                                                           \
+#define ZERO_TRY_NCCL(call)                                                                             \
+    do {                                                                                                \
+        ncclResult_t zero_try_nccl = (call);                                                            \
+        if (zero_try_nccl != ncclSuccess) /* ncclInProgress too: see collectives.cuh */                 \
+            return zero_error(ZERO_ERROR_NCCL, "%.*s: %s: %s (%s:%d)", (int)strcspn(#call, "("), #call, \
+                              ncclGetErrorString(zero_try_nccl), ncclGetLastError(NULL), __FILE__,      \
+                              __LINE__);                                                                \
     } while (0)
 
 #endif /* LLMC_ZERO_CHECK_CUH_INCLUDED */

@@ -441,6 +441,7 @@ def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
     ranks[victim].communicate()
     assert survivor.returncode not in (0, None) and time.monotonic() - start < 10
     assert err.startswith(f"[llmc_zero ERROR] rank {1 - victim} of 2 at file"), err
+    assert f"rank {victim} is dead" in err and "collectives.cuh:" in err   # the reason, and not cut off
     assert not list(tmp_path.glob("step_*")) and not list(tmp_path.glob("DONE_*"))
 
 

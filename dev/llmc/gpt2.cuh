@@ -1,8 +1,8 @@
 /* llmc_zero/gpt2.cuh - what llmc_zero has to know of llm.c's GPT2. dev/llmc/patch.py puts it here and edits
    train_gpt2.cu so that the functions below are called; it is included right behind the definition of GPT2.
 
-   The flat buffer is layer-major, so a kernel gets its pointers from zero_gpt2_param(model, params.qkvw, l) in place of
-   params.qkvw + l * size; in stage 3 that waits for the layer's gather.
+   The flat buffer is layer-major, so a kernel gets its pointers from zero_gpt2_param(model, params.qkvw, l) in place
+   of params.qkvw + l * size; in stage 3 that waits for the layer's gather.
 
    One step, in the order in which the patched functions call:
      gpt2_backward_and_reduce   zero_gpt2_begin; zero_gpt2_grad; zero_gpt2_layer_done; zero_gpt2_backward_done
@@ -220,8 +220,8 @@ static inline void zero_gpt2_final_norm_done(ZeroGpt2* zero) {
         zeroCheck(zero_grads_ready(&zero->z, unit));
 }
 
-/* The same for a gradient, from model->grads. llm.c adds to what is there, so that a unit is cleared where it would have to be
-   written. */
+/* The same for a gradient, from model->grads. llm.c adds to what is there, so that a unit is cleared where it would
+   have to be written. */
 static inline floatX* zero_gpt2_unit_grads(ZeroGpt2* zero, int unit) {
     void* grads;
     int add;

@@ -20,8 +20,9 @@ static const ZeroGpt2Tensor zero_gpt2_tensors[] = {
     {"ln2w", 1, 0, 0},    {"ln2b", 1, 0, 0},    {"fcw", 1, 1, 1},      {"fcb", 1, 0, 0},
     {"fcprojw", 1, 1, 4}, {"fcprojb", 1, 0, 0}, {"lnfw", 0, 0, 0},     {"lnfb", 0, 0, 0},
 };
-static_assert(sizeof(zero_gpt2_tensors) / sizeof(zero_gpt2_tensors[0]) == NUM_PARAMETER_TENSORS,
-              "this llm.c has other parameter tensors: change zero_gpt2_tensors in llmc_zero/gpt2_layout.cuh alike");
+static_assert(
+    sizeof(zero_gpt2_tensors) / sizeof(zero_gpt2_tensors[0]) == NUM_PARAMETER_TENSORS,
+    "this llm.c has other parameter tensors: change zero_gpt2_tensors in llmc_zero/gpt2_layout.cuh alike");
 
 static inline int zero_gpt2_layers(const ZeroGpt2* zero) { return zero->layout.units_count - 2; }
 
@@ -69,8 +70,8 @@ static inline ZeroResult zero_gpt2_describe(GPT2* model, int ranks) {
     return result;
 }
 
-/* model->params and model->grads become names: zero_gpt2_param and zero_gpt2_grad turn them into addresses. In stages 0 to 2
-   (gradients: 0 and 1) they are those of layer 0, too. */
+/* model->params and model->grads become names: zero_gpt2_param and zero_gpt2_grad turn them into addresses. In stages
+   0 to 2 (gradients: 0 and 1) they are those of layer 0, too. */
 static inline void zero_gpt2_point(const ZeroGpt2* zero, ParameterTensors* tensors, void* flat) {
     floatX** pointers =
         (floatX**)tensors; /* llm.c asserts that it is an array of NUM_PARAMETER_TENSORS pointers */

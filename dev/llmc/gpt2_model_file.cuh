@@ -1,4 +1,4 @@
-/* llmc_zero/gpt2_model_file.cuh - parameters in llm.c's order, tensor by tensor: to and from model files and host memory.
+/* llmc_zero/gpt2_model_file.cuh - parameters in llm.c's order, tensor by tensor: to and from model files, host memory.
 
    In stage 3 each unit is gathered for whoever wants it, so all ranks take part. Part of gpt2.cuh, which includes it.
 */
@@ -7,8 +7,8 @@
 
 typedef enum ZeroGpt2Direction { ZERO_GPT2_TO_HOST, ZERO_GPT2_FROM_HOST } ZeroGpt2Direction;
 
-/* Copies elements first .. first + count - 1 of the model, in llm.c's order, between host memory and the parameters, or
-   with flat a flat device buffer, on main_stream. Pinned host memory: asynchronous. In stage 3 all ranks call it. */
+/* Copies elements first .. first + count - 1 of the model, in llm.c's order, between host memory and the parameters,
+   or with flat a flat device buffer, on main_stream. Pinned host memory: asynchronous. In stage 3 all ranks call it. */
 static inline void zero_gpt2_copy(ZeroGpt2* zero, void* flat, size_t first, size_t count, void* host,
                                   ZeroGpt2Direction direction) {
     const ZeroLayout* layout = &zero->layout;
