@@ -616,11 +616,24 @@ static ZeroResult plan_fits(const Options* o, int ranks, long long layers, int* 
     return result.code == ZERO_ERROR_ARGUMENT ? zero_ok() : result;
 }
 
+// The most layers whose buckets are not too many.
+static long long plan_most_layers(const Options* o, int ranks) {
+    const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype), width = (size_t)o->width, align = ZERO_ALIGN_BYTES;
+    const size_t quantum = (size_t)ranks * align;
+    const size_t layer = zero_round_up(width * width * bytes, align) + zero_round_up(width * bytes, align);
+    const int apart = o->stage >= 2 || o->bucket_unit;
+    double bucket = floor(o->bucket_mb * 1e6 / (double)quantum) * (double)quantum, most = 1e6;
+    if (o->bucket_mb > 0.0 && bucket < (double)quantum) bucket = (double)quantum;
+    if (o->bucket_mb > 0.0 && !apart) most = ZERO_BUCKETS_MAX * bucket / (double)layer;
+    if (apart) most = ZERO_BUCKETS_MAX;
+    if (o->bucket_mb > 0.0 && apart) most /= ceil((double)zero_round_up(layer, quantum) / bucket);
+    return most < 1e6 ? (long long)most : 1000000;
+}
+
 // The most layers that fit: bytes are nearly a straight line in the layers, so that two points give a guess, and a search
 // from there the answer: steps that double, always between what fits and what does not.
 static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) {
-    const long long few = 4, many = 68, most = 30000;
-    const long long limit = o->stage >= 2 || o->bucket_unit ? ZERO_BUCKETS_MAX : 1000000; // a bucket a layer
+    const long long few = 4, many = 68, limit = plan_most_layers(o, ranks), exact = 30000;
     long long fit = 0, too_many = limit + 1, at = few, stride = 1;
     double at_few = 0.0, at_many = 0.0, bytes = 0.0;
     int fits;
@@ -631,11 +644,9 @@ static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) 
             (double)few + (1e6 * o->device_mb - at_few) / ((at_many - at_few) / (double)(many - few));
         at = guess > (double)limit ? limit : (long long)guess;
     }
-    if (at > most) { // a guess has to do, unless buckets run out before
-        ZERO_TRY(plan_fits(o, ranks, most, &fits, &bytes));
+    if (at > exact) { // a guess has to do
         *largest = at;
-        if (fits) return zero_ok();
-        too_many = most;
+        return zero_ok();
     }
     while (too_many - fit > 1) {
         if (at <= fit || at >= too_many) at = fit + (too_many - fit) / 2;
