@@ -129,15 +129,16 @@ static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
     int happened;
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (;;) {
-        ZERO_TRY(zero_query_event(event, &happened));
+        const ZeroResult asked = zero_query_event(event, &happened);
         if (happened) return zero_ok();
 #ifndef ZERO_NO_NCCL
-        if (c->comm && polls % 64 == 63) {
+        if (c->comm && (polls % 64 == 63 || asked.code != ZERO_OK)) { /* a failed collective is why a stream fails */
             ncclResult_t async = ncclSuccess;
             ZERO_TRY_NCCL(ncclCommGetAsyncError(c->comm, &async));
             ZERO_TRY_NCCL(async);
         }
 #endif
+        ZERO_TRY(asked);
         clock_gettime(CLOCK_MONOTONIC, &now);
         if ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) > c->timeout_s)
             return zero_error(ZERO_ERROR_NCCL,

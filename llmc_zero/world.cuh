@@ -699,18 +699,17 @@ static inline ZeroResult zero_world_wait(ZeroWorld* world, cudaStream_t stream) 
     double start = zero_world_now(), looked = start, now = start, pause = 1e-6;
     for (int turn = 0;; turn++) {
         cudaError_t status = cudaStreamQuery(stream);
-        if (status == cudaErrorNotReady)
-            (void)cudaGetLastError(); /* not an error, so it must not stay as one */
-        else if (status != cudaSuccess)
-            return zero_error(ZERO_ERROR_CUDA, "waiting for a stream: %s", cudaGetErrorString(status));
+        if (status == cudaErrorNotReady) (void)cudaGetLastError(); /* not an error, so it must not stay as one */
 #ifndef ZERO_NO_NCCL
-        ncclResult_t async = ncclSuccess;
+        ncclResult_t async = ncclSuccess; /* first: a collective that failed is what the stream failed of */
         if (world->comm != NULL) {
             ZERO_TRY(
                 zero_world_nccl_result(ncclCommGetAsyncError(world->comm, &async), "ncclCommGetAsyncError"));
             ZERO_TRY(zero_world_nccl_result(async, "NCCL, while waiting for a stream"));
         }
 #endif
+        if (status != cudaSuccess && status != cudaErrorNotReady)
+            return zero_error(ZERO_ERROR_CUDA, "waiting for a stream: %s", cudaGetErrorString(status));
         if (status == cudaSuccess) return zero_ok();
         now = zero_world_now();
         if (now - start > world->timeout_s)

@@ -209,10 +209,11 @@ def test_every_combination_of_types_optimizers_reductions_and_stages(ranks, tmp_
             assert "-R allreduce: works with -z 0 only" in outcome.error
 
 
-def start_over_folder(folder, ranks, flags):
+def start_over_folder(folder, ranks, flags, env={}):
     """train_mlp without mpirun: the ranks meet in a folder."""
     return [subprocess.Popen(["./train_mlp", "-pi", "fs", "-pf", str(folder), "-pn", str(ranks), "-pr", str(rank)] + flags,
-                             cwd=TOP, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(ranks)]
+                             cwd=TOP, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **env})
+            for rank in range(ranks)]
 
 
 def test_ranks_that_meet_in_a_folder_train_the_same(tmp_path):
@@ -227,9 +228,10 @@ def test_ranks_that_meet_in_a_folder_train_the_same(tmp_path):
     assert list((tmp_path / "ranks").iterdir()) == [], "the folder is clean again"
 
 
-def test_a_killed_rank_ends_the_others(tmp_path):
-    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words."""
-    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000"])
+@pytest.mark.parametrize("stage, streams", [("1", "eager"), ("2", "lazy"), ("3", "eager"), ("3", "lazy"), ("3", "threads")])
+def test_a_killed_rank_ends_the_others(tmp_path, stage, streams):
+    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words that say why."""
+    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000", "-z", stage], {"CUDA_CPU_STREAMS": streams})
     for line in processes[0].stdout:
         if line.startswith("step 5/"):
             break
@@ -238,6 +240,7 @@ def test_a_killed_rank_ends_the_others(tmp_path):
     _, err = processes[0].communicate(timeout=30)
     assert processes[0].returncode not in (0, None) and time.monotonic() - start < 10
     assert err.startswith("train_mlp: rank 0: ")
+    assert "remote process exited" in err or "rank 1 has died" in err, err
     processes[1].communicate()
 
 
