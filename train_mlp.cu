@@ -661,6 +661,13 @@ static ZeroResult plan_largest(const Options* o, int ranks, long long* largest) 
     return zero_ok();
 }
 
+// Powers of two, and between them the number of ranks of this run.
+static int plan_next_ranks(int ranks, int ranks_now) {
+    int power = 1;
+    while (power <= ranks) power *= 2;
+    return ranks < ranks_now && ranks_now < power ? ranks_now : power;
+}
+
 // --plan: what each rank would hold, for stages and numbers of ranks.
 static ZeroResult print_plan(const Options* given, int ranks_now) {
     Options o = *given;
@@ -670,7 +677,7 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
     printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
            "scratch", "total", "largest -L");
     for (int stage = 0; stage <= 3; stage++)
-        for (int ranks = 1; ranks <= 1024; ranks *= 2) {
+        for (int ranks = 1; ranks <= 1024; ranks = plan_next_ranks(ranks, ranks_now)) {
             ZeroPlan plan;
             double bytes = 0.0;
             long long largest = 0;

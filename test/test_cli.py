@@ -163,6 +163,13 @@ def test_plan_stops_before_training():
     assert abs(state[1, 2] / state[0, 2] - 0.5) < 1e-3 and abs(state[1, 64] / state[0, 64] - 1 / 64) < 1e-3
 
 
+def test_plan_has_a_line_for_this_run():
+    out = run(["./train_mlp", "--plan", "-z", "2"], ranks=3).out
+    ranks = [int(line.split()[1]) for line in out.splitlines() if re.match(r" +2 ", line)]
+    assert ranks == [1, 2, 3] + [2**k for k in range(2, 11)]
+    assert re.search(r"^ +2 +3 .*this run$", out, re.M)
+
+
 def test_plan_of_models_that_cannot_be_laid_out():
     """More buckets than there may be: of the layers given, a line in words; of the largest -L, simply too many layers."""
     out = run(["./train_mlp", "--plan", "-K", "0.05"], ranks=1).out
