@@ -96,6 +96,7 @@ static inline ZeroResult zero_checkpoint_newest(ZeroOptimizer* z, const char* fo
     std::vector<uint64_t> steps, all;
     std::vector<std::string> temporary;
     uint64_t own[2] = {0, 0};
+    ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_resume")); /* as in zero_save_run */
     ZERO_TRY(zero_agree(z, zero_guard([&]() {
                             all.resize(2 * (size_t)z->ranks);
                             *line = std::string(sizeof(ZeroResult), ' ');

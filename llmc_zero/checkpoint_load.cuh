@@ -135,6 +135,7 @@ static inline ZeroResult zero_load_check(ZeroLoad* load, ZeroOptimizer* z, const
     ZeroResult result = zero_guard([&]() {
         *load = ZeroLoad();
         load->z = z, load->fd = -1;
+        ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_load")); /* as in zero_save_run */
         ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_load_open(load, path, what); })));
         const uint64_t own[2] = {load->header.checksum, 0};
         uint64_t words[2] = {0, 0};

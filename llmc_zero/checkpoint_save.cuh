@@ -287,6 +287,8 @@ static inline ZeroResult zero_save_finish(ZeroSave* save) {
 
 static inline ZeroResult zero_save_run(ZeroSave* save, const char* path) {
     ZeroOptimizer* z = save->z;
+    /* without the others: an exchange would overwrite the sums of the step, which zero_set_step reads again */
+    ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_save"));
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
     ZERO_TRY(zero_save_compare(save));
     ZERO_TRY(zero_agree(z, zero_save_create(save)));

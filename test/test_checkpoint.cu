@@ -566,6 +566,41 @@ TEST(Checkpoint, CallsInTheWrongPlaceAreRefused) {
     together();
 }
 
+/* Between norm and update, too; and the sums from which zero_set_step decides again are still there. */
+TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
+    for (int refused = 0; refused < 4; refused++) {
+        ZeroConfig config = zero_config();
+        void* grads;
+        int add;
+        float norm;
+        std::vector<std::string> passed_over;
+        ZeroCheckpoint what = zero_checkpoint();
+        int found;
+        config.max_norm = 1.0;
+        Model m(world.ranks, config, {ZERO_FP32, {33}});
+        const std::vector<float> ones(33, 1.0f);
+        std::vector<double> sums(2 * (size_t)world.ranks), sums_after(sums);
+        OK(m.result);
+        OK(zero_begin(&m.z, 0, 1, 1.0));
+        OK(zero_grads_acquire(&m.z, 0, &grads, &add));
+        ASSERT_EQ(cudaMemcpy(grads, ones.data(), 33 * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
+        OK(zero_grads_ready(&m.z, 0));
+        OK(zero_grad_norm(&m.z, &norm));
+        ASSERT_EQ(cudaMemcpy(sums.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost), cudaSuccess);
+        const ZeroResult result =
+            refused == 0   ? m.save(folder + "/x")
+            : refused == 1 ? m.load(folder + "/x")
+            : refused == 2 ? zero_checkpoint_resume(&m.z, folder.c_str(), &what, NULL, &passed_over, &found)
+                           : zero_check_replicas(&m.z, NULL);
+        EXPECT_EQ(result.code, ZERO_ERROR_ORDER) << result.text;
+        OK(zero_comm_drain(&m.z.comm));
+        ASSERT_EQ(cudaMemcpy(sums_after.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost), cudaSuccess);
+        EXPECT_EQ(sums, sums_after) << refused;
+        OK(zero_update(&m.z, 1.0));
+    }
+    together();
+}
+
 /* ------------------------------------------------------------------ damage and faults */
 
 static void put(const std::string& path, const std::string& text) {
