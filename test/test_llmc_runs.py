@@ -432,7 +432,7 @@ def test_sigterm_saves_and_ends(program, tmp_path, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
-    """In words, soon, and without another checkpoint; in stage 3 it may wait for a layer's parameters."""
+    """In words, soon, and without another checkpoint, in whichever collective it waits."""
     ranks = start_two(program, tmp_path, "-z", str(stage), "-x", "100000", "-n", "100000")
     wait_for_step_5(tmp_path, ranks[0])
     ranks[victim].kill()
@@ -440,8 +440,10 @@ def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
     _, err = survivor.communicate(timeout=60)
     ranks[victim].communicate()
     assert survivor.returncode not in (0, None) and time.monotonic() - start < 10
-    assert err.startswith(f"[llmc_zero ERROR] rank {1 - victim} of 2 at file"), err
-    assert f"rank {victim} is dead" in err and "collectives.cuh:" in err   # the reason, and not cut off
+    assert "remote process exited" in err, err
+    if "small_llmc: cannot go on" not in err:   # the trainer's own sum of the losses sees it, too
+        assert err.startswith(f"[llmc_zero ERROR] rank {1 - victim} of 2 at file"), err
+        assert f"rank {victim} is dead" in err and "collectives.cuh:" in err, err   # the reason, and not cut off
     assert not list(tmp_path.glob("step_*")) and not list(tmp_path.glob("DONE_*"))
 
 
