@@ -17,8 +17,8 @@
     do {                                                                                                 \
         cublasStatus_t try_status = (call);                                                              \
         if (try_status != CUBLAS_STATUS_SUCCESS)                                                         \
-            return zero_error(ZERO_ERROR_CUDA, "%s: cuBLASLt status %d (%s:%d)", #call, (int)try_status, \
-                              __FILE__, __LINE__);                                                       \
+            return zero_error(ZERO_ERROR_CUDA, "%.*s: cuBLASLt status %d (%s:%d)",                       \
+                              (int)strcspn(#call, "("), #call, (int)try_status, __FILE__, __LINE__);     \
     } while (0)
 
 typedef struct Matmul { /* D = op(A) op(B), all column-major */
