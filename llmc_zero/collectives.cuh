@@ -63,6 +63,7 @@ typedef struct ZeroComm {
     cudaEvent_t window[2]; /* E11, one for each half of the scratch */
     cudaEvent_t* gathered; /* E6, one a bucket */
     char* gather_pending;  /* one a bucket: gathered, and the compute stream has not waited for it yet */
+    uint64_t order; /* hash of the collectives called so far, in their order; see zero_check_replicas */
     ZeroTimeline timeline;
 } ZeroComm;
 
@@ -193,6 +194,12 @@ static inline ncclDataType_t zero_nccl_type(ZeroDtype dtype) {
     return dtype == ZERO_BF16 ? ncclBfloat16 : ncclFloat;
 }
 
+/* Notes that a collective for a bucket or unit is called: all ranks have to call the same ones in the same order (FNV-1a, word
+   by word). */
+static inline void zero_comm_note(ZeroComm* c, int kind, int which) {
+    c->order = (c->order ^ (((uint64_t)kind << 32) | (uint32_t)which)) * 0x100000001b3ull;
+}
+
 /* Bytes from a bucket's begin to a rank's slice. Equal counts on all ranks (A7), own address at base + rank * count (C9). */
 static inline size_t zero_slice_bytes(const ZeroComm* c, int b, int rank) {
     return (size_t)rank * zero_slice_count(c->layout, b) * zero_dtype_bytes(c->layout->dtype);
@@ -202,6 +209,7 @@ static inline size_t zero_slice_bytes(const ZeroComm* c, int b, int rank) {
    zero_comm_end_reduce. bucket, spans: for the timeline. */
 static inline ZeroResult zero_comm_begin_reduce(ZeroComm* c, int bucket, int spans[2]) {
     if (c->ranks == 1) return zero_ok();
+    zero_comm_note(c, 1, bucket);
     ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMPUTE, ZERO_SPAN_ISSUE, ZERO_NO_INDEX, &spans[0]));
     ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->stream, c->to_comm, 0)); /* E1 */
@@ -303,6 +311,7 @@ static inline ZeroResult zero_comm_gather(ZeroComm* c, int b, void* params) {
     char* bucket = (char*)params + c->layout->buckets[b].flat_offset * zero_dtype_bytes(c->layout->dtype);
     int issue, span;
     if (c->ranks == 1) return zero_ok();
+    zero_comm_note(c, 2, b);
     ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMPUTE, ZERO_SPAN_ISSUE, ZERO_NO_INDEX, &issue));
     ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->stream, c->to_comm, 0)); /* E5 */
@@ -334,6 +343,7 @@ static inline ZeroResult zero_comm_gather_slot(ZeroComm* c, int unit, const void
     const size_t bytes = zero_dtype_bytes(layout->dtype);
     size_t first;
     int i, issue, span;
+    zero_comm_note(c, 3, unit);
     ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMPUTE, ZERO_SPAN_ISSUE, ZERO_NO_INDEX, &issue));
     ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->stream, c->to_comm, 0)); /* E8 */

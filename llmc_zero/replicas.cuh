@@ -84,8 +84,22 @@ static inline ZeroResult zero_check_between_steps(const ZeroOptimizer* z, const 
     return zero_error(ZERO_ERROR_ORDER, "%s in the middle of a step; it ends with zero_update", call);
 }
 
-/* Hash of this rank's parameters, compared over the ranks. Every rank calls it, between two steps; the host waits. hash
-   may be NULL. */
+/* NCCL sees types and counts, not what is in a bucket: two of one size that a rank takes in another order would be mixed up. */
+static inline ZeroResult zero_check_order(ZeroOptimizer* z) {
+    const uint64_t own[2] = {z->comm.order, 0};
+    uint64_t words[2];
+    int odd;
+    ZERO_TRY(zero_find_odd_rank(z, own, &odd, words));
+    if (!odd) return zero_ok();
+    return zero_error(
+        ZERO_ERROR_ORDER,
+        "rank %d of %d acquired units, or reported their gradients, in another order than rank 0: parameters are "
+        "wrong by now; every rank has to make the same calls",
+        odd, z->ranks);
+}
+
+/* Hash of this rank's parameters, compared over the ranks, and before it the order of the collectives so far. Every rank calls
+   it, between two steps; the host waits. hash may be NULL. ZERO_ERROR_REPLICAS, ZERO_ERROR_ORDER. */
 static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     void* params;
     uint64_t words[2] = {0, 0};
@@ -93,6 +107,7 @@ static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     if (hash) *hash = 0;
     ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_check_replicas");
+    ZERO_TRY(zero_check_order(z));
     ZERO_TRY_CUDA(cudaMemsetAsync(z->own_sums, 0, 2 * sizeof(double), z->comm.compute));
     for (i = 0; i < z->layout->by_offset_count; i++) { /* unit after unit */
         const int s = z->layout->by_offset[i];
