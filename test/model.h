@@ -12,6 +12,19 @@
 #include "../llmc_zero/llmc_zero.cuh"
 #include "ranks.h"
 
+// The upper half of a float's bits: exact for numbers that bf16 has, cut off for others.
+static inline uint16_t upper_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)(bits >> 16);
+}
+static inline float from_upper_half(uint16_t half) {
+    const uint32_t bits = (uint32_t)half << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 // Segments of the given lengths, two to a unit; a model that may have fewer elements than ranks.
 struct Model {
     ZeroLayout layout = {};
@@ -81,20 +94,13 @@ struct Model {
                                       x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyDeviceToHost,
                                       stream));
         ZERO_TRY_CUDA(cudaStreamSynchronize(stream));
-        for (size_t i = 0; i < x.size() && !wide; i++) {
-            uint32_t bits = (uint32_t)halves[i] << 16;
-            memcpy(&x[i], &bits, 4);
-        }
+        if (!wide) std::transform(halves.begin(), halves.end(), x.begin(), from_upper_half);
         return zero_ok();
     }
     ZeroResult write(void* to, const std::vector<float>& x) {
         std::vector<uint16_t> halves(x.size());
         bool wide = layout.dtype == ZERO_FP32;
-        for (size_t i = 0; i < x.size(); i++) {
-            uint32_t bits;
-            memcpy(&bits, &x[i], 4);
-            halves[i] = (uint16_t)(bits >> 16);
-        }
+        std::transform(x.begin(), x.end(), halves.begin(), upper_half);
         ZERO_TRY_CUDA(cudaMemcpyAsync(to, wide ? (const void*)x.data() : (const void*)halves.data(),
                                       x.size() * zero_dtype_bytes(layout.dtype), cudaMemcpyHostToDevice,
                                       stream));

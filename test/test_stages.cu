@@ -135,12 +135,8 @@ static double rms_of_own_sums(ZeroReduction reduction) {
     const size_t count = 20000;
     auto gradient = [](int rank, size_t i) { // a bf16 number, of any of 16 magnitudes: fp32 rounds such sums, too
         const uint64_t random = zero_mix(i * 64 + (uint64_t)rank);
-        uint32_t bits;
-        float x = (float)std::ldexp((double)(random >> 11) / 9007199254740992.0 - 0.5, -(int)(random % 16));
-        memcpy(&bits, &x, 4);
-        bits &= 0xffff0000u;
-        memcpy(&x, &bits, 4);
-        return x;
+        const double x = std::ldexp((double)(random >> 11) / 9007199254740992.0 - 0.5, -(int)(random % 16));
+        return from_upper_half(upper_half((float)x));
     };
     ZeroConfig config = sgd(1);
     config.reduction = reduction;
@@ -191,12 +187,8 @@ struct Walker {
             const ZeroSegment& segment = m.layout.segments[s];
             std::vector<float> x(segment.count);
             std::vector<uint16_t> halves(segment.count);
-            for (size_t i = 0; i < segment.count; i++) {
-                uint32_t bits;
-                x[i] = (float)((segment.model_offset + i) % 13) - 6.0f;
-                memcpy(&bits, &x[i], 4);
-                halves[i] = (uint16_t)(bits >> 16);
-            }
+            for (size_t i = 0; i < segment.count; i++) x[i] = (float)((segment.model_offset + i) % 13) - 6.0f;
+            std::transform(x.begin(), x.end(), halves.begin(), upper_half);
             const void* values = m.layout.dtype == ZERO_FP32 ? (void*)x.data() : (void*)halves.data();
             ZERO_TRY(zero_params_write(&m.z, s, 0, segment.count, values));
             ZERO_TRY_CUDA(cudaStreamSynchronize(m.stream));
