@@ -618,7 +618,8 @@ static ZeroResult plan_fits(const Options* o, int ranks, long long layers, int* 
 
 // The most layers whose buckets are not too many.
 static long long plan_most_layers(const Options* o, int ranks) {
-    const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype), width = (size_t)o->width, align = ZERO_ALIGN_BYTES;
+    const size_t bytes = zero_dtype_bytes((ZeroDtype)o->dtype), width = (size_t)o->width;
+    const size_t align = ZERO_ALIGN_BYTES;
     const size_t quantum = (size_t)ranks * align;
     const size_t layer = zero_round_up(width * width * bytes, align) + zero_round_up(width * bytes, align);
     const int apart = o->stage >= 2 || o->bucket_unit;

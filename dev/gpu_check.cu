@@ -57,8 +57,7 @@ static __global__ void __launch_bounds__(256) read_kernel(const T* from, size_t 
 }
 
 /* Numbers of either sign and about 5e-4, read as fp32 and as bf16; `mask` 0x00ff00ff leaves the sign out. */
-template <typename T>
-static __global__ void fill_kernel(T* words, size_t count, T mask) {
+template <typename T> static __global__ void fill_kernel(T* words, size_t count, T mask) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) words[i] = 0x3a003a00u | ((T)zero_mix(i) & mask);
 }
@@ -170,8 +169,8 @@ static ZeroResult make_buffers(Bench* b, ZeroRounding rounding) {
     b->update.algorithm = ZERO_ADAMW;
     b->hyper = zero_hyper(1e-4, 0.9, 0.999, 1e-8, 0.01, 0.0);
     double* own_sums = b->sums + ZERO_NORM_BLOCKS_MAX;
-    b->norm = ZeroNorm{b->chunks, b->chunks_count, b->update.grads, dtype, b->sums, own_sums, own_sums,
-                       scalars, 0};
+    b->norm =
+        ZeroNorm{b->chunks, b->chunks_count, b->update.grads, dtype, b->sums, own_sums, own_sums, scalars, 0};
 
     ZERO_TRY(fill(b->arena, b->arena_bytes - states, 0x80ff80ffu, b->stream));
     ZERO_TRY(fill(b->update.exp_avg_sq, states, 0x00ff00ffu, b->stream));
@@ -197,8 +196,8 @@ static ZeroResult measure(Bench* b, const char* type, const char* size, double u
     ZERO_TRY(time_one(b, COPY_MEMCPY, &memcpy_ms));
     double value_bytes = (double)zero_dtype_bytes(b->update.dtype);
     snprintf(what, sizeof(what), "update AdamW %s", type);
-    print_row(what, size, update_bytes * elements, update_ms, "copy",
-              (double)(b->arena_bytes / 32 * 32), copy_ms < memcpy_ms ? copy_ms : memcpy_ms);
+    print_row(what, size, update_bytes * elements, update_ms, "copy", (double)(b->arena_bytes / 32 * 32),
+              copy_ms < memcpy_ms ? copy_ms : memcpy_ms);
     if (b->update.masters) return zero_ok(); /* the norm is the same as of the other bf16 row */
     snprintf(what, sizeof(what), "norm %s", zero_dtype_name(b->update.dtype));
     print_row(what, size, value_bytes * elements, norm_ms, "read", (double)b->grads_bytes, read_ms);
@@ -229,8 +228,13 @@ static ZeroResult run_size(Bench* b, size_t n, int tensors) {
     char size[64];
     size_t free_bytes = 0, total_bytes = 0;
     double count = (double)n;
-    snprintf(size, sizeof(size), count >= 1e9 ? "%.3gG" : count >= 1e6 ? "%.3gM" : "%.3gK",
-             count / (count >= 1e9 ? 1e9 : count >= 1e6 ? 1e6 : 1e3));
+    snprintf(size, sizeof(size),
+             count >= 1e9   ? "%.3gG"
+             : count >= 1e6 ? "%.3gM"
+                            : "%.3gK",
+             count / (count >= 1e9   ? 1e9
+                      : count >= 1e6 ? 1e6
+                                     : 1e3));
     if (tensors > 1) snprintf(size + strlen(size), sizeof(size) - strlen(size), " in %d tensors", tensors);
     b->launches = n > 500000000 || n < 5000000 ? 2 : 10;
     b->samples = n < 5000000 ? 3 : 9; /* small ones are for trying this program on a CPU */

@@ -207,8 +207,7 @@ static inline ZeroResult zero_load_scalars(const ZeroLoad* load) {
 static inline ZeroResult zero_load_apply(ZeroLoad* load) {
     ZeroOptimizer* z = load->z;
     ZeroStaging staging = {};
-    ZeroResult result =
-        zero_params_settle(z); /* earlier gathers are done before slices are written */
+    ZeroResult result = zero_params_settle(z); /* earlier gathers are done before slices are written */
     if (result.code == ZERO_OK) result = zero_guard([&]() { return zero_load_pieces(load, &staging); });
     if (result.code != ZERO_OK) zero_comm_drain(&z->comm);
     zero_staging_free(&staging);

@@ -133,7 +133,8 @@ static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
         const ZeroResult asked = zero_query_event(event, &happened);
         if (happened) return zero_ok();
 #ifndef ZERO_NO_NCCL
-        if (c->comm && (polls % 64 == 63 || asked.code != ZERO_OK)) { /* a failed collective is why a stream fails */
+        /* a failed collective is why a stream fails */
+        if (c->comm && (polls % 64 == 63 || asked.code != ZERO_OK)) {
             ncclResult_t async = ncclSuccess;
             ZERO_TRY_NCCL(ncclCommGetAsyncError(c->comm, &async));
             ZERO_TRY_NCCL(async);

@@ -276,7 +276,7 @@ typedef struct ZeroNorm {
     double* own_sums; /* 2: this rank's sum of squares (negative: a vote) and passenger, for the all-gather */
     const double* all_sums; /* 2 * ranks, in rank order; with one rank the same as own_sums */
     ZeroScalars* scalars;
-    size_t partials_given; /* so many partial sums lie in partials already (reduce.cuh); 0: zero_norm_partials makes them */
+    size_t partials_given; /* so many are there already (reduce.cuh); 0: zero_norm_partials makes them */
 } ZeroNorm;
 
 /* Launches 1 on `stream`. A rank that owns padding only launches nothing. */
@@ -302,8 +302,8 @@ static inline ZeroResult zero_norm_sum(const ZeroNorm* norm, const double* passe
                                        cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, stream);
     const size_t count = norm->partials_given ? norm->partials_given : zero_norm_blocks(norm->chunks_count);
-    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials, count,
-                                     passenger, vote, norm->own_sums));
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_sum_kernel<double>, (const double*)norm->partials,
+                                     count, passenger, vote, norm->own_sums));
     return zero_ok();
 }
 

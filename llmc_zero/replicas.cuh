@@ -33,21 +33,19 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
 }
 
 /* params: where the segment's parameters begin. */
-static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegment* segment, const void* params,
-                                          unsigned long long* hash) {
+static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegment* segment,
+                                          const void* params, unsigned long long* hash) {
     size_t blocks = (segment->count + ZERO_CHUNK_MAX_COUNT - 1) / ZERO_CHUNK_MAX_COUNT;
     cudaLaunchConfig_t config;
     if (blocks == 0) return zero_ok();
     if (blocks > ZERO_HASH_BLOCKS_MAX) blocks = ZERO_HASH_BLOCKS_MAX;
     config = zero_launch_config(blocks, ZERO_BLOCK_THREADS, z->comm.compute);
     if (z->layout->dtype == ZERO_BF16)
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint16_t>,
-                                         (const uint16_t*)params, segment->count, (uint64_t)segment->model_offset,
-                                         hash));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint16_t>, (const uint16_t*)params,
+                                         segment->count, (uint64_t)segment->model_offset, hash));
     else
-        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint32_t>,
-                                         (const uint32_t*)params, segment->count, (uint64_t)segment->model_offset,
-                                         hash));
+        ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_kernel<uint32_t>, (const uint32_t*)params,
+                                         segment->count, (uint64_t)segment->model_offset, hash));
     return zero_ok();
 }
 
@@ -93,8 +91,8 @@ static inline ZeroResult zero_check_order(ZeroOptimizer* z) {
     if (!odd) return zero_ok();
     return zero_error(
         ZERO_ERROR_ORDER,
-        "rank %d of %d acquired units, or reported their gradients, in another order than rank 0: parameters are "
-        "wrong by now; every rank has to make the same calls",
+        "rank %d of %d acquired units, or reported their gradients, in another order than rank 0: "
+        "parameters are wrong by now; every rank has to make the same calls",
         odd, z->ranks);
 }
 
@@ -148,7 +146,8 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
     for (i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
         mixed[0] = zero_mix(mixed[0] ^ zero_mix(numbers[i]));
     for (b = 0; b < layout->buckets_count; b++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[b].count);
-    for (u = 0; u < layout->units_count; u++) /* which units share buckets and slots: the order of the gathers */
+    /* which units share buckets and slots: the order of the gathers */
+    for (u = 0; u < layout->units_count; u++)
         mixed[0] = zero_mix(mixed[0] ^ (2 * (uint64_t)layout->unit_buckets_first[u + 1] +
                                         (uint64_t)(z->config.stage >= 2 && zero_is_held(&choice, u))));
     ZERO_TRY(zero_find_odd_rank(z, mixed, &odd, words));

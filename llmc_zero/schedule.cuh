@@ -87,9 +87,7 @@ static inline size_t zero_norm_blocks(size_t chunks_count) {
 }
 
 /* Blocks of the sum kernel for a piece: each takes about four chunks, for a block's sum has its price, too. */
-static inline size_t zero_sum_blocks(size_t chunks_count) {
-    return zero_norm_blocks((chunks_count + 3) / 4);
-}
+static inline size_t zero_sum_blocks(size_t chunks_count) { return zero_norm_blocks((chunks_count + 3) / 4); }
 
 static inline int zero_is_held(const ZeroPlanChoice* choice, int unit) {
     int i;

@@ -66,7 +66,8 @@ typedef struct ZeroTimeline {
     ZeroTiming timing;
     cudaStream_t streams[ZERO_ROWS];
     cudaEvent_t origin; /* a moment whose time is known */
-    double origin_us, start_us; /* the latter from 1970 on, whole: added to the others it would cost them a quarter */
+    double origin_us;
+    double start_us; /* from 1970 on, whole: added to the others it would cost them a quarter */
     ZeroTimeSpan* spans;
     int spans_count, spans_capacity;
     ZeroEntry* entries;
@@ -223,8 +224,9 @@ static inline ZeroResult zero_timeline_read(ZeroTimeline* t, ZeroTimeSpan* s) {
     ZERO_TRY_CUDA(cudaEventElapsedTime(&ms, s->begin, s->end));
     if (s->is_wait) t->exposed_ms += (double)ms;
     if (t->timing != ZERO_TIMING_ALL || strcmp(s->name, ZERO_SPAN_ISSUE) == 0) return zero_ok();
-    ZERO_TRY_CUDA(cudaEventElapsedTime(&begin_ms, t->origin, s->begin)); /* both ends from one moment: what follows */
-    ZERO_TRY_CUDA(cudaEventElapsedTime(&end_ms, t->origin, s->end));     /* one another does so rounded, too */
+    /* both ends from one moment: what follows one another does so rounded, too */
+    ZERO_TRY_CUDA(cudaEventElapsedTime(&begin_ms, t->origin, s->begin));
+    ZERO_TRY_CUDA(cudaEventElapsedTime(&end_ms, t->origin, s->end));
     ZERO_TRY(zero_timeline_keep(t, s, t->origin_us + 1e3 * (double)begin_ms,
                                 1e3 * ((double)end_ms - (double)begin_ms)));
     if (begin_ms > 1e3f) { /* fp32 milliseconds: begin to count anew before they lose microseconds */

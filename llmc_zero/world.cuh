@@ -699,7 +699,7 @@ static inline ZeroResult zero_world_wait(ZeroWorld* world, cudaStream_t stream) 
     double start = zero_world_now(), looked = start, now = start, pause = 1e-6;
     for (int turn = 0;; turn++) {
         cudaError_t status = cudaStreamQuery(stream);
-        if (status == cudaErrorNotReady) (void)cudaGetLastError(); /* not an error, so it must not stay as one */
+        if (status == cudaErrorNotReady) (void)cudaGetLastError(); /* not an error: it must not stay as one */
 #ifndef ZERO_NO_NCCL
         ncclResult_t async = ncclSuccess; /* first: a collective that failed is what the stream failed of */
         if (world->comm != NULL) {

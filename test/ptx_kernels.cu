@@ -8,12 +8,12 @@
 #include "llmc_zero/reduce.cuh"
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
-                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count, const double* passenger,
-                            cudaStream_t stream);
+                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count,
+                            const double* passenger, cudaStream_t stream);
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
-                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count, const double* passenger,
-                            cudaStream_t stream) {
+                            const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count,
+                            const double* passenger, cudaStream_t stream) {
     ZERO_TRY(zero_sum_launch(sum, stream));
     ZERO_TRY(zero_norm_partials(norm, stream));
     ZERO_TRY(zero_norm_sum(norm, passenger, 0, stream));

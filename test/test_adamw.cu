@@ -161,7 +161,10 @@ Model update(const Model& before, const Settings& s, const Place& place = Place(
                        scalars.at,
                        bf16 ? ZERO_BF16 : ZERO_FP32,
                        s.algorithm,
-                       0, 0, 0, 0};
+                       0,
+                       0,
+                       0,
+                       0};
     ZeroHyper hyper = zero_hyper(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum);
     ok(zero_update_launch(&work, &hyper, 0, table.size(), NULL));
     ok(cudaDeviceSynchronize());
@@ -733,7 +736,10 @@ Model run_on_ranks(const Settings& settings, const std::vector<ZeroSegment>& seg
                                scalars.at,
                                layout.dtype,
                                s.algorithm,
-                               0, 0, 0, 0};
+                               0,
+                               0,
+                               0,
+                               0};
             ZeroHyper hyper = zero_hyper(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.momentum);
             for (int b = 0; b < layout.buckets_count; b++)
                 ok(zero_update_launch(&work, &hyper, first[b], first[b + 1] - first[b], NULL));

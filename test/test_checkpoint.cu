@@ -188,7 +188,8 @@ struct Model {
         ZeroArray arrays[4];
         if (!here) return;
         int count = zero_checkpoint_arrays(&z, arrays);
-        if (!write && z.masters) arrays[count++] = {"params", "BF16", 2, (char*)z.params, !z.schedule.params_sharded, 0};
+        if (!write && z.masters)
+            arrays[count++] = {"params", "BF16", 2, (char*)z.params, !z.schedule.params_sharded, 0};
         ASSERT_EQ(zero_comm_drain(&z.comm).code, ZERO_OK);
         for (int a = 0; a < count; a++) {
             const bool whole = arrays[a].is_flat || z.config.stage == 0;
@@ -586,7 +587,8 @@ TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
         ASSERT_EQ(cudaMemcpy(grads, ones.data(), 33 * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
         OK(zero_grads_ready(&m.z, 0));
         OK(zero_grad_norm(&m.z, &norm));
-        ASSERT_EQ(cudaMemcpy(sums.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost), cudaSuccess);
+        ASSERT_EQ(cudaMemcpy(sums.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
+                  cudaSuccess);
         const ZeroResult result =
             refused == 0   ? m.save(folder + "/x")
             : refused == 1 ? m.load(folder + "/x")
@@ -594,7 +596,8 @@ TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
                            : zero_check_replicas(&m.z, NULL);
         EXPECT_EQ(result.code, ZERO_ERROR_ORDER) << result.text;
         OK(zero_comm_drain(&m.z.comm));
-        ASSERT_EQ(cudaMemcpy(sums_after.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost), cudaSuccess);
+        ASSERT_EQ(cudaMemcpy(sums_after.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
+                  cudaSuccess);
         EXPECT_EQ(sums, sums_after) << refused;
         OK(zero_update(&m.z, 1.0));
     }

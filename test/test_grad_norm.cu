@@ -19,7 +19,6 @@ namespace {
 
 typedef std::vector<float> Floats;
 
-
 ZeroStepSettings settings_of(int ranks, double grad_scale = 1.0, double max_norm = 0.0) {
     ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks, 0.0};
     return settings;

@@ -108,7 +108,7 @@ TEST(Memory, ScratchCountsChunksPartialsAndSums) {
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);
     ASSERT_EQ(sizeof(ZeroChunk), 40u);
     EXPECT_EQ(scratch(&layout, 0, 1), 4 * (40 + 8) + 256 + 2 * 8u); /* one rank gathers no sums */
-    EXPECT_EQ(scratch(&layout, 0, 0), scratch(&layout, 0, 1)); /* one rank: one table */
+    EXPECT_EQ(scratch(&layout, 0, 0), scratch(&layout, 0, 1));      /* one rank: one table */
     zero_layout_free(&layout);
     config.ranks = 4; /* slices of 1600: a chunk each; the last has 1345 real elements */
     ASSERT_EQ(zero_layout(&layout, &segment, 1, &config).code, ZERO_OK);

@@ -478,25 +478,27 @@ TEST(Optimizer, BadSettingsAreRefused) {
     struct {
         std::function<void(ZeroConfig*)> spoil;
         const char* words;
-    } cases[] = {{[](ZeroConfig* c) { c->stage = 4; }, "stage 4"},
-                 {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
-                 {[](ZeroConfig* c) { c->reduction = (ZeroReduction)7; }, "reduction 7 is not known"},
-                 {[](ZeroConfig* c) { c->accumulation = (ZeroAccumulation)7; }, "accumulation 7 is not known"},
-                 {[](ZeroConfig* c) {
-                      static const int unit = 5;
-                      c->stage = 3, c->held_units = &unit, c->held_units_count = 1;
-                  },
-                  "held unit 5; the layout has units 0 .. 0"},
-                 {[](ZeroConfig* c) { c->stage = 2, c->held_units_count = -1; }, "-1 held units"},
-                 {[](ZeroConfig* c) { c->stage = 3, c->held_units_count = 1; }, "1 held units at"},
-                 {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; }, "works in stage 0, once a step; not in stage 1"},
-                 {[](ZeroConfig* c) {
-                      c->beta1 = 1.0;
-                      c->algorithm = ZERO_ADAMW;
-                  },
-                  "below 1"},
-                 {[](ZeroConfig* c) { c->eps = NAN; }, "eps is nan"},
-                 {[](ZeroConfig* c) { c->max_norm = -1.0; }, "max_norm is -1"}};
+    } cases[] = {
+        {[](ZeroConfig* c) { c->stage = 4; }, "stage 4"},
+        {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
+        {[](ZeroConfig* c) { c->reduction = (ZeroReduction)7; }, "reduction 7 is not known"},
+        {[](ZeroConfig* c) { c->accumulation = (ZeroAccumulation)7; }, "accumulation 7 is not known"},
+        {[](ZeroConfig* c) {
+             static const int unit = 5;
+             c->stage = 3, c->held_units = &unit, c->held_units_count = 1;
+         },
+         "held unit 5; the layout has units 0 .. 0"},
+        {[](ZeroConfig* c) { c->stage = 2, c->held_units_count = -1; }, "-1 held units"},
+        {[](ZeroConfig* c) { c->stage = 3, c->held_units_count = 1; }, "1 held units at"},
+        {[](ZeroConfig* c) { c->reduction = ZERO_REDUCE_ALLREDUCE; },
+         "works in stage 0, once a step; not in stage 1"},
+        {[](ZeroConfig* c) {
+             c->beta1 = 1.0;
+             c->algorithm = ZERO_ADAMW;
+         },
+         "below 1"},
+        {[](ZeroConfig* c) { c->eps = NAN; }, "eps is nan"},
+        {[](ZeroConfig* c) { c->max_norm = -1.0; }, "max_norm is -1"}};
     for (auto& bad : cases) {
         ZeroConfig config = sgd(1);
         bad.spoil(&config);
@@ -687,7 +689,8 @@ TEST(Optimizer, EveryCallMayFail) {
     const struct {
         int stage;
         ZeroReduction reduction;
-    } runs[] = {{0, ZERO_REDUCE_NCCL}, {1, ZERO_REDUCE_NCCL}, {0, ZERO_REDUCE_ORDERED}, {3, ZERO_REDUCE_ORDERED}};
+    } runs[] = {
+        {0, ZERO_REDUCE_NCCL}, {1, ZERO_REDUCE_NCCL}, {0, ZERO_REDUCE_ORDERED}, {3, ZERO_REDUCE_ORDERED}};
     for (const char* call : calls) {
         int all_failures = 0;
         for (auto& run : runs) {
@@ -709,7 +712,8 @@ TEST(Optimizer, EveryCallMayFail) {
                 if (result.code == ZERO_OK) break;
                 ASSERT_GT(strlen(result.text), 10u) << setting;
                 if (strncmp(call, "nccl", 4) == 0) { // the reason is not cut off
-                    ASSERT_NE(std::string(result.text).find("CUDA_CPU_FAIL"), std::string::npos) << result.text;
+                    ASSERT_NE(std::string(result.text).find("CUDA_CPU_FAIL"), std::string::npos)
+                        << result.text;
                 }
                 failures++;
             }

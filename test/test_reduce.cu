@@ -44,8 +44,8 @@ void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets
     ZeroChunk* chunks = NULL;
     ok(zero_chunk_table(&layout, t.rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_chunks.data()));
     size_t partials_count;
-    std::vector<ZeroPiece> pieces(zero_walk_pieces(&layout, t.rank, t.piece_count, chunks, bucket_chunks.data(),
-                                                   NULL, NULL, &partials_count));
+    std::vector<ZeroPiece> pieces(zero_walk_pieces(&layout, t.rank, t.piece_count, chunks,
+                                                   bucket_chunks.data(), NULL, NULL, &partials_count));
     zero_walk_pieces(&layout, t.rank, t.piece_count, chunks, bucket_chunks.data(), pieces.data(), NULL,
                      &partials_count);
     Device<ZeroChunk> table(std::vector<ZeroChunk>(chunks, chunks + bucket_chunks.back()));

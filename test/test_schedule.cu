@@ -37,7 +37,8 @@ template <typename Body> void for_all(Body body) {
     for (auto& counts : MODELS)
         for (int ranks = 1; ranks <= 9; ranks++)
             for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
-                for (size_t bucket_bytes : {0, 1, 30000}) body(Case(counts, ranks, dtype, bucket_bytes).layout);
+                for (size_t bucket_bytes : {0, 1, 30000})
+                    body(Case(counts, ranks, dtype, bucket_bytes).layout);
 }
 
 /* Elements of the model that lie in [first, end) of the flat buffer. */
@@ -58,11 +59,13 @@ TEST(Schedule, PiecesCoverEverySliceOnceAndFitIntoTheScratch) {
         ASSERT_EQ(zero_schedule(&s, &layout, &choice).code, ZERO_OK);
         for (size_t piece_count : {s.piece_count, layout.align, 3 * layout.align})
             for (int rank = 0; rank < layout.ranks; rank++) {
-                std::vector<size_t> bucket_chunks((size_t)layout.buckets_count + 1), bucket_pieces(bucket_chunks);
+                std::vector<size_t> bucket_chunks((size_t)layout.buckets_count + 1),
+                    bucket_pieces(bucket_chunks);
                 ZeroChunk* chunks = NULL;
                 size_t partials, again, next_partial = 0, p = 0;
-                ASSERT_EQ(zero_chunk_table(&layout, rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_chunks.data()).code,
-                          ZERO_OK);
+                ASSERT_EQ(
+                    zero_chunk_table(&layout, rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_chunks.data()).code,
+                    ZERO_OK);
                 std::vector<ZeroPiece> pieces(zero_walk_pieces(&layout, rank, piece_count, chunks,
                                                                bucket_chunks.data(), NULL, NULL, &partials));
                 ASSERT_EQ(zero_walk_pieces(&layout, rank, piece_count, chunks, bucket_chunks.data(),
@@ -111,7 +114,8 @@ TEST(Schedule, WindowsCoverTheModelOnceInOrder) {
         if (!s.sums_gather) return;
         ASSERT_GE(s.window_count, layout.align);
         ASSERT_LE(2 * s.window_count * sizeof(float), s.scratch_bytes);
-        std::vector<ZeroWindow> windows(1 + zero_walk_windows(&layout, s.window_count, NULL, NULL, &chunks_count));
+        std::vector<ZeroWindow> windows(
+            1 + zero_walk_windows(&layout, s.window_count, NULL, NULL, &chunks_count));
         std::vector<ZeroChunk> chunks(chunks_count);
         zero_walk_windows(&layout, s.window_count, windows.data(), chunks.data(), &chunks_count);
         for (size_t w = 0; w + 1 < windows.size(); w++) {
@@ -153,7 +157,8 @@ TEST(Schedule, ScratchStaysInItsBounds) {
                         ASSERT_EQ(s.piece_count, largest);
                         continue;
                     }
-                    bound = largest * bytes < ZERO_SCRATCH_BYTES_MAX ? largest * bytes : ZERO_SCRATCH_BYTES_MAX;
+                    bound =
+                        largest * bytes < ZERO_SCRATCH_BYTES_MAX ? largest * bytes : ZERO_SCRATCH_BYTES_MAX;
                     if (bound < least) bound = least;
                     if (s.sums_gather && bound < 2 * layout.align * sizeof(float))
                         bound = 2 * layout.align * sizeof(float);
@@ -210,7 +215,8 @@ TEST(Schedule, RefusedInWords) {
     choice = choose(3, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_STEP);
     choice.held_units = held;
     choice.held_units_count = 1;
-    EXPECT_NE(strstr(zero_schedule(&s, &layout, &choice).text, "held unit 2; the layout has units 0 .. 1"), nullptr);
+    EXPECT_NE(strstr(zero_schedule(&s, &layout, &choice).text, "held unit 2; the layout has units 0 .. 1"),
+              nullptr);
     zero_layout_free(&layout);
 }
 

@@ -29,7 +29,8 @@ struct Slots {
 TEST(Slots, TheOldestClosedSlotGoesFirst) {
     Slots x(5, 2, {0});
     ASSERT_EQ(x.s.count, 3);
-    ZeroSlot *embedding = zero_slots_pick(&x.s, 0), *one = zero_slots_pick(&x.s, 1), *two = zero_slots_pick(&x.s, 2);
+    ZeroSlot *embedding = zero_slots_pick(&x.s, 0), *one = zero_slots_pick(&x.s, 1),
+             *two = zero_slots_pick(&x.s, 2);
     ASSERT_TRUE(embedding && one && two && one != two && embedding != one && embedding != two);
     EXPECT_EQ(zero_slots_find(&x.s, 1), one);
     EXPECT_EQ(zero_slots_pick(&x.s, 3), one); // 1 came first
@@ -48,7 +49,9 @@ TEST(Slots, TheNextUnitIsTheNeighbourThenTheOneThatFollowed) {
     for (int round = 0; round < 2; round++)
         for (int unit : {0, 1, 2, 3, 3, 2, 1, 0}) {
             if (round == 1) { // learnt: right each time, but where a step ends for the first time
-                if (x.s.unit != 0) { EXPECT_EQ(zero_slots_next(&x.s), unit); }
+                if (x.s.unit != 0) {
+                    EXPECT_EQ(zero_slots_next(&x.s), unit);
+                }
             }
             zero_slots_visit(&x.s, unit);
         }

@@ -105,7 +105,8 @@ TEST(Stages, MisuseOfSlotsIsSaidInWords) {
                 says(zero_params_acquire_all(&m.z, &pointer), ZERO_ERROR_ORDER, "never holds all parameters");
                 OK(zero_params_acquire(&m.z, 0, &pointer));
                 OK(zero_params_acquire(&m.z, 1, &pointer));
-                says(zero_params_acquire(&m.z, 2, &pointer), ZERO_ERROR_ORDER, "unit 2 while 2 others are open");
+                says(zero_params_acquire(&m.z, 2, &pointer), ZERO_ERROR_ORDER,
+                     "unit 2 while 2 others are open");
                 says(zero_params_write(&m.z, 0, 0, 4, wrong), ZERO_ERROR_ORDER, "still open");
                 OK(zero_params_release(&m.z, 0));
                 says(zero_params_release(&m.z, 0), ZERO_ERROR_ORDER, "unit 0 is released more often");
@@ -133,7 +134,8 @@ TEST(Stages, MisuseOfSlotsIsSaidInWords) {
    `ordered` adds in fp32 and keeps that. Each rank looks at its own slice. */
 static double rms_of_own_sums(ZeroReduction reduction) {
     const size_t count = 20000;
-    auto gradient = [](int rank, size_t i) { // a bf16 number, of any of 16 magnitudes: fp32 rounds such sums, too
+    // a bf16 number, of any of 16 magnitudes: fp32 rounds such sums, too
+    auto gradient = [](int rank, size_t i) {
         const uint64_t random = zero_mix(i * 64 + (uint64_t)rank);
         const double x = std::ldexp((double)(random >> 11) / 9007199254740992.0 - 0.5, -(int)(random % 16));
         return from_upper_half(upper_half((float)x));
@@ -149,7 +151,8 @@ static double rms_of_own_sums(ZeroReduction reduction) {
     const size_t end = std::min(first + zero_slice_count(&m.layout, 0), count);
     std::vector<float> sums(end - first);
     if (m.z.sums) {
-        EXPECT_EQ(cudaMemcpyAsync(sums.data(), m.z.sums, sums.size() * sizeof(float), cudaMemcpyDeviceToHost, m.stream),
+        EXPECT_EQ(cudaMemcpyAsync(sums.data(), m.z.sums, sums.size() * sizeof(float), cudaMemcpyDeviceToHost,
+                                  m.stream),
                   cudaSuccess);
         EXPECT_EQ(cudaStreamSynchronize(m.stream), cudaSuccess);
     } else {
@@ -202,8 +205,8 @@ struct Walker {
             const ZeroSegment& segment = m.layout.segments[s];
             std::vector<float> x(segment.count);
             if (segment.unit != unit || segment.count == 0) continue;
-            ZERO_TRY(m.read(
-                (char*)params + zero_unit_offset(&m.layout, s) * zero_dtype_bytes(m.layout.dtype), x));
+            ZERO_TRY(
+                m.read((char*)params + zero_unit_offset(&m.layout, s) * zero_dtype_bytes(m.layout.dtype), x));
             std::copy(x.begin(), x.end(), seen.begin() + (ptrdiff_t)segment.model_offset);
         }
         return zero_params_release(&m.z, unit);
@@ -215,9 +218,8 @@ struct Walker {
     }
     ZeroResult close(int unit) { return zero_params_release(&m.z, unit); }
     std::function<float(size_t)> gradient() {
-        return [this](size_t i) {
-            return 0.25f * seen[i] + 0.125f * (float)(i % 7) + 0.5f * (float)world.rank;
-        };
+        return
+            [this](size_t i) { return 0.25f * seen[i] + 0.125f * (float)(i % 7) + 0.5f * (float)world.rank; };
     }
     /* GPT-2: unit 0 is the tied embedding, open from first to last; layer l + 1 is acquired before l is released */
     ZeroResult gpt2_step(int micros) {
@@ -313,7 +315,8 @@ TEST(Stages, UnitsThatComeAndGoGiveTheBitsOfStage1) {
                     if (run == 0) seen = walker.seen;
                     if (run == 0) continue;
                     ASSERT_EQ(memcmp(expected.data(), p.data(), p.size() * sizeof(float)), 0)
-                        << "stage " << stages[run] << " overlap " << run % 2 << " seed " << seed << " " << mode;
+                        << "stage " << stages[run] << " overlap " << run % 2 << " seed " << seed << " "
+                        << mode;
                     ASSERT_EQ(memcmp(seen.data(), walker.seen.data(), seen.size() * sizeof(float)), 0);
                 }
                 unsetenv("CUDA_CPU_STREAMS");
@@ -363,7 +366,7 @@ TEST(Stages, MisuseOfSlotsShowsAsNaN) {
         }
         OK(zero_begin(&m.z, 0, 1, 1.0));
         OK(m.give(2, [](size_t) { return 1.0f; }));
-        OK(zero_grads_acquire(&m.z, 1, &pointer, &add)); // its first tensor is written, the second is forgotten
+        OK(zero_grads_acquire(&m.z, 1, &pointer, &add)); // one tensor is written, the second is forgotten
         OK(m.write(pointer, std::vector<float>(10, 1.0f)));
         OK(zero_grads_ready(&m.z, 1));
         OK(m.give(0, [](size_t) { return 1.0f; }));
@@ -385,8 +388,10 @@ TEST(Stages, AnotherOrderOnOneRankIsFound) {
             for (int unit : {2, other ? 0 : 1, other ? 1 : 0}) OK(m.give(unit, [](size_t) { return 1.0f; }));
             OK(zero_update(&m.z, 1.0));
             const ZeroResult found = zero_check_replicas(&m.z, NULL);
-            EXPECT_EQ(found.code, swap ? ZERO_ERROR_ORDER : ZERO_OK) << "stage " << stage << ": " << found.text;
-            const std::string words = "rank " + std::to_string(world.ranks - 1) + " of " + std::to_string(world.ranks);
+            EXPECT_EQ(found.code, swap ? ZERO_ERROR_ORDER : ZERO_OK)
+                << "stage " << stage << ": " << found.text;
+            const std::string words =
+                "rank " + std::to_string(world.ranks - 1) + " of " + std::to_string(world.ranks);
             EXPECT_EQ(std::string(found.text).find(words) == 0, swap == 1) << found.text;
         }
 }

@@ -41,7 +41,8 @@ TEST(Timeline, SpansAreNestedOrApart) {
     long long ends[16];
     int depth = 0;
     const long long given[][2] = {{0, 100}, {10, 101}, {12, 50}, {49, 60}, {60, 60}, {99, 130}, {129, 140}};
-    const long long expected[][2] = {{0, 100}, {10, 100}, {12, 50}, {50, 60}, {60, 60}, {100, 130}, {130, 140}};
+    const long long expected[][2] = {{0, 100}, {10, 100},  {12, 50},  {50, 60},
+                                     {60, 60}, {100, 130}, {130, 140}};
     for (int i = 0; i < 7; i++) {
         long long begin = given[i][0], end = given[i][1];
         zero_timeline_nest(ends, &depth, &begin, &end);

@@ -99,7 +99,8 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
     if (!record) return cudaSuccess; // never recorded
     cudaError_t result = query_point(hold, record->stream, record->count, record->asked);
     if (result == cudaErrorNotReady) record->asked = true;
-    return set_error(result == cudaErrorNotReady ? result : record->error); // "not ready" is a last error, too
+    // "not ready" is a last error, too
+    return set_error(result == cudaErrorNotReady ? result : record->error);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     CUDA_CPU_ENTRY("cudaEventSynchronize", cudaErrorUnknown);

@@ -159,7 +159,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newc
     if (w->pending.load()) error = cudaStreamSynchronize(w->last_stream); // the ranks meet on the host now
     if (world_failed(*w, nullptr, nullptr)) return world_error(*w);
     if (error != cudaSuccess)
-        return failed(ncclUnhandledCudaError, "ncclCommSplit: the last stream: %s", cudaGetErrorString(error));
+        return failed(ncclUnhandledCudaError, "ncclCommSplit: the last stream: %s",
+                      cudaGetErrorString(error));
     return split(comm, color, key, newcomm);
 }
 

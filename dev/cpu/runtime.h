@@ -20,7 +20,11 @@ cudaError_t order_after(cudaStream_t stream, cudaStream_t earlier);
 
 /* All device memory of a process is one memfd, mapped once: heap_base + offset. Peers on the same machine open
    /proc/PID/fd/FD and read it in place. */
-struct Heap { int fd; char* base; size_t bytes; };
+struct Heap {
+    int fd;
+    char* base;
+    size_t bytes;
+};
 Heap heap();
 
 /* True if [pointer, pointer + bytes) lies in one live device allocation. If not, `text` says which rule is

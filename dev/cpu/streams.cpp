@@ -33,9 +33,9 @@ static std::map<CUstream_st*, StreamRef>& handles = *new std::map<CUstream_st*, 
 static std::map<int, StreamRef>& by_id = *new std::map<int, StreamRef>;
 static int next_id = 1;
 
-static int workers;        // threads mode: that run in process workers_of
+static int workers; // threads mode: that run in process workers_of
 static pid_t workers_of;
-static bool ending;        // workers run nothing more
+static bool ending; // workers run nothing more
 
 static double now_ms() {
     struct timespec now;
@@ -74,7 +74,7 @@ static void run_first(Hold& hold, const StreamRef& stream) {
         run_until(hold, op.wait->stream, op.wait->count);
         if (op.wait->error != cudaSuccess && stream->error == cudaSuccess) stream->error = op.wait->error;
     }
-    if (op.work && stream->error == cudaSuccess && !ending) { // after an error nothing runs any more, as on a GPU
+    if (op.work && stream->error == cudaSuccess && !ending) { // after an error nothing runs, as on a GPU
         hold.unlock();
         cudaError_t error = op.work();
         op.work = nullptr;

@@ -39,8 +39,8 @@ struct CUstream_st {
     uint64_t enqueued = 0, done = 0;
     uint64_t asked = 0; // lazy: the point that a query has found not ready
     bool busy = false;
-    pthread_t runner; // if busy
-    pid_t worker_of = 0;  // threads: the process in which its worker runs (a forked one has none)
+    pthread_t runner;    // if busy
+    pid_t worker_of = 0; // threads: the process in which its worker runs (a forked one has none)
     bool destroyed = false;
     cudaError_t error = cudaSuccess;
 };

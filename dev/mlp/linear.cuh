@@ -13,12 +13,12 @@
 
 #define WORKSPACE_BYTES ((size_t)2 << 20)
 
-#define TRY_CUBLAS(call)                                                                                 \
-    do {                                                                                                 \
-        cublasStatus_t try_status = (call);                                                              \
-        if (try_status != CUBLAS_STATUS_SUCCESS)                                                         \
-            return zero_error(ZERO_ERROR_CUDA, "%.*s: cuBLASLt status %d (%s:%d)",                       \
-                              (int)strcspn(#call, "("), #call, (int)try_status, __FILE__, __LINE__);     \
+#define TRY_CUBLAS(call)                                                                                     \
+    do {                                                                                                     \
+        cublasStatus_t try_status = (call);                                                                  \
+        if (try_status != CUBLAS_STATUS_SUCCESS)                                                             \
+            return zero_error(ZERO_ERROR_CUDA, "%.*s: cuBLASLt status %d (%s:%d)", (int)strcspn(#call, "("), \
+                              #call, (int)try_status, __FILE__, __LINE__);                                   \
     } while (0)
 
 typedef struct Matmul { /* D = op(A) op(B), all column-major */

@@ -213,9 +213,11 @@ static inline ZeroResult options_check(const Options* o, int ranks) {
         return zero_error(ZERO_ERROR_ARGUMENT, "-R allreduce: works with -z 0 only, not with -z %lld",
                           o->stage);
     if (o->reduction == ZERO_REDUCE_ALLREDUCE && o->accumulation == ZERO_ACCUMULATE_MICRO)
-        return zero_error(ZERO_ERROR_ARGUMENT, "-A micro: works with -R nccl and ordered, not with -R allreduce");
+        return zero_error(ZERO_ERROR_ARGUMENT,
+                          "-A micro: works with -R nccl and ordered, not with -R allreduce");
     if (o->trace && (o->trace[0] == '\0' || strlen(o->trace) > 3000))
-        return zero_error(ZERO_ERROR_ARGUMENT, "-T %.60s: a path of 1 to 3000 characters is needed", o->trace);
+        return zero_error(ZERO_ERROR_ARGUMENT, "-T %.60s: a path of 1 to 3000 characters is needed",
+                          o->trace);
     if (o->total_batch && (o->total_batch % per_micro != 0))
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "-d %lld: a multiple of -b * ranks = %lld * %d = %lld is needed", o->total_batch,

@@ -47,9 +47,7 @@ template <typename P, typename A> struct Given { /* an argument of type A for a 
     typedef typename std::conditional<std::is_class<P>::value, typename AsNumber<A>::type, A>::type type;
 };
 
-template <typename... P> struct Function {
-    void (*pointer)(P...);
-};
+template <typename... P> struct Function { void (*pointer)(P...); };
 /* Not viable unless the name means one function. Tag makes the call depend on a template parameter, so that
    this is found out quietly. */
 template <typename Tag, typename... P> Function<P...> find(void (*pointer)(P...)) { return {pointer}; }
@@ -66,9 +64,7 @@ template <bool Flush, typename Kernel, typename... A> struct DeducedCall {
             }
         } while (next_thread());
     }
-    static void run(const void* call) {
-        run_with((const DeducedCall*)call, std::index_sequence_for<A...>());
-    }
+    static void run(const void* call) { run_with((const DeducedCall*)call, std::index_sequence_for<A...>()); }
     static void destroy(const void* call) { delete (const DeducedCall*)call; }
 };
 
@@ -114,7 +110,13 @@ class On {
         const void* function = (const void*)&Call::run;
         if (shared_bytes > 48 * 1024)
             ::cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024);
-        Launch launch = {grid, block, shared_bytes, function, flush_denormals, &Call::run, &Call::destroy,
+        Launch launch = {grid,
+                         block,
+                         shared_bytes,
+                         function,
+                         flush_denormals,
+                         &Call::run,
+                         &Call::destroy,
                          new Call{kernel, std::tuple<A...>(args...)}};
         enqueue(launch);
     }
