@@ -80,7 +80,7 @@ ifndef NO_MULTI_GPU
   LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
 endif
 
-.PHONY: help demo test test-all units cuda-check bench llmc clean FORCE
+.PHONY: help demo test test-all units cuda-check lint bench llmc clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -127,6 +127,12 @@ build/test/%_fast: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 
 cuda-check: ## compile and link every CUDA target for sm_80, 90 and 100; needs nvcc, no GPU
 	dev/cuda_check.sh
+
+lint: ## layout and common mistakes: clang-format, ruff, shellcheck, in the versions that dev/deps.sh names
+	dev/deps.sh lint
+	git ls-files '*.cuh' '*.cu' '*.h' '*.cpp' '*.c' | xargs .venv/bin/clang-format --dry-run -Werror
+	.venv/bin/ruff check -q
+	.venv/bin/shellcheck .ci/run dev/*.sh dev/llmc/*.sh dev/cpu/nvcc
 
 bench: ## update and norm kernels beside a plain copy and a plain read, in one run
 	dev/gpu_check.sh --bench-only

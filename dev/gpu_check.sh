@@ -83,8 +83,8 @@ if [[ $DEVICE == cuda ]]; then
     for name in nccl cublasLt ${LLMC_DIR:+cublas}; do   # cublasLt brings the headers of both
         [[ $name != nccl || -z ${NCCL_HOME:-} ]] || continue
         printf '#include <%s.h>\nint main() { void* volatile f = (void*)%sGetVersion; return !f; }\n' \
-            $name $name >"$work/probe.cu"
-        ! nvcc "$work/probe.cu" -l$name -o "$work/probe" >/dev/null 2>&1 || continue
+            "$name" "$name" >"$work/probe.cu"
+        ! nvcc "$work/probe.cu" -l"$name" -o "$work/probe" >/dev/null 2>&1 || continue
         mapfile -t folders < <(python3 -c 'import sys; print("\n".join(filter(None, sys.path)))' 2>/dev/null)
         library=$(find -L /usr /opt "${HOME:-/root}" "${folders[@]}" -path "*/nvidia/*/lib/lib$name.so.[0-9]*" \
             2>/dev/null | head -n 1)

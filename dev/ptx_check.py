@@ -43,7 +43,8 @@ def expected(name):
         states = 1 if algorithm == "SGD" else 2
         wide_grads = rounding != "fp32" and name[update.end():].startswith("8ZeroBf16f")
         loads, stores, loads_8, stores_8 = (WITH_FP32_GRADS if wide_grads else ALWAYS)[rounding]
-        return f"update {algorithm}, {rounding}{', fp32 sums' if wide_grads else ''}", (loads + states, stores + states, loads_8, stores_8)
+        what = f"update {algorithm}, {rounding}{', fp32 sums' if wide_grads else ''}"
+        return what, (loads + states, stores + states, loads_8, stores_8)
     if "zero_norm_partials_kernel" in name:
         bf16 = "ZeroBf16" in name
         return f"norm {'bf16' if bf16 else 'fp32'}", (0, 0, 1, 0) if bf16 else (1, 0, 0, 0)

@@ -4,8 +4,8 @@
     dev/timeline.py TRACE.json [--png FILE] [--step K]
 
 Prints for each rank and step: how long the compute stream stood still for collectives ("wait"), and how much of
-the reduces' time lies under backward and of the gathers' under forward and backward. --png draws one step (the last one, or K,
-counted from 1), a row for each rank and stream. A step begins with the first forward after an update.
+the reduces' time lies under backward and of the gathers' under forward and backward. --png draws one step (the last
+one, or K, counted from 1), a row for each rank and stream. A step begins with the first forward after an update.
 Times are those of the device: two spans that overlap ran at the same time.
 
 Exit code: 0, or 2 if the trace cannot be read.
@@ -117,7 +117,7 @@ def draw(path, ranks, step, trace):
     figure, axes = pyplot.subplots(figsize=(13, 1.2 + 0.42 * len(lanes)), layout="constrained")
     kinds = []
     for y, lane in enumerate(spans):
-        for kind, name, begin, end in lane:
+        for kind, _, begin, end in lane:
             kind = kind if kind in COLORS else "other"
             kinds.append(kind)
             thin = kind == "wait"

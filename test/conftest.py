@@ -19,7 +19,7 @@ import pytest
 
 TOP = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(TOP / "dev"))
-import launch  # noqa: E402
+import launch
 
 Result = namedtuple("Result", "code out err seconds")
 slow = pytest.mark.skipif(os.environ.get("RUN_ALL") != "1", reason="slow: make test-all")

@@ -52,7 +52,7 @@ def bits(folder):
 
 def tensors(path):
     with safe_open(path, framework="numpy") as handle:
-        return {name: handle.get_tensor(name) for name in handle.keys()}
+        return {name: handle.get_tensor(name) for name in handle.keys()}   # noqa: SIM118 (no dict)
 
 
 def check_one_line(result, words):
@@ -106,7 +106,8 @@ def test_a_run_may_change_its_stage(kind, ranks, tmp_path):
     """With -R ordered -A micro a run that goes through all stages has the bits of one that stays in stage 1."""
     base = f"{SMALL} {kind} -d {8 * ranks} -R ordered -A micro"
     commands = [f"{base} -x 8 -o {tmp_path / 'one'}"]
-    for steps, plan in enumerate(("-z 3", "-z 0 -K 0", "-z 2", "-z 1 -K 0.001", "-z 3 -K 0.001 -O 0", "-z 2 -O 0", "-z 0 -O 0", "-z 3")):
+    plans = ("-z 3", "-z 0 -K 0", "-z 2", "-z 1 -K 0.001", "-z 3 -K 0.001 -O 0", "-z 2 -O 0", "-z 0 -O 0", "-z 3")
+    for steps, plan in enumerate(plans):
         commands.append(f"{base} -x {steps + 1} -n 1 -y 1 -o {tmp_path / 'all'} {plan}")
     errors, _ = lines(commands, ranks, tmp_path)
     assert errors == [None] * len(commands)
@@ -203,8 +204,8 @@ def test_safetensors_and_the_tool_read_it(straight):
         for layer in range(3) for name in ("weight", "bias") for array in ("", ".exp_avg", ".exp_avg_sq")}
     with safe_open(plain, framework="numpy") as handle:
         metadata = handle.metadata()
-    wanted = dict(step="10", t="10", samples="120", optimizer="adam", beta1="0.9", beta2="0.999",
-                  eps="1e-08", seed="0", ranks="2", stage="1", data="split", type="fp32")
+    wanted = {"step": "10", "t": "10", "samples": "120", "optimizer": "adam", "beta1": "0.9", "beta2": "0.999",
+                  "eps": "1e-08", "seed": "0", "ranks": "2", "stage": "1", "data": "split", "type": "fp32"}
     assert wanted.items() <= metadata.items()
     verified = run([TOOL, "verify", plain, masters, narrow])
     assert verified.out.count(": whole") == 3

@@ -18,7 +18,7 @@ import pytest
 from conftest import TOP, run
 
 sys.path.insert(0, str(TOP / "dev/llmc"))
-import make_files  # noqa: E402
+import make_files
 
 # Not imported: that would leave a folder in dev/cpu, on which the Makefile's targets depend.
 rewrite = SimpleNamespace(**runpy.run_path(str(TOP / "dev/cpu/rewrite.py")))

@@ -19,7 +19,7 @@ import test_cpu_rewrite
 from conftest import TOP, run, slow
 
 sys.path.insert(0, str(TOP / "dev/llmc"))
-import make_files  # noqa: E402
+import make_files
 
 LLMC = os.environ.get("LLMC_DIR")
 pytestmark = [pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c"),

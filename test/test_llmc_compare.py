@@ -16,7 +16,7 @@ from conftest import TOP, run
 import launch
 
 sys.path.insert(0, str(TOP / "dev/llmc"))
-import make_files  # noqa: E402
+import make_files
 
 TOOL = [sys.executable, TOP / "dev/llmc/make_files.py"]
 COMPARE = str(TOP / "dev/llmc/compare.sh")

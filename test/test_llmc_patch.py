@@ -223,8 +223,8 @@ def test_headers_changed_by_hand_stay(tree, patch, monkeypatch):
     header = tree / "llmc_zero/gpt2.cuh"
     header.write_bytes(header.read_bytes() + b"// mine\n")
     mine = header.read_bytes()
-    monkeypatch.setattr(tool, "own_headers", lambda headers=tool.own_headers(): {**headers,
-                                                                                 "gpt2.cuh": b"// new\n"})
+    headers = {**tool.own_headers(), "gpt2.cuh": b"// new\n"}
+    monkeypatch.setattr(tool, "own_headers", lambda: headers)
     for flags in ([], ["--mends-only"], ["--revert"]):
         code, said = patch(*flags)
         assert code == 0 and header.read_bytes() == mine, flags
@@ -709,7 +709,9 @@ def test_writing_that_fails_on_the_nth_file_changes_nothing(tree, patch, monkeyp
             raise OSError(28, "No space left on device", str(tree))
         return real(*args, **kwargs)
 
-    def plan_once(path, data, these, mends, plan=tool.plan_file, plans={}):   # the same plan for every n
+    plan, plans = tool.plan_file, {}
+
+    def plan_once(path, data, these, mends):   # the same plan for every n
         key = path, data, *(item.name for item in [*these, *mends])
         if key not in plans:
             plans[key] = plan(path, data, these, mends)

@@ -151,7 +151,8 @@ SETTINGS = ["-K unit", "-K 0", "-K 0.01 -O 0", "-K unit -O 0", "-K 0.02"]
 
 
 @pytest.mark.parametrize("precision, ranks", [
-    ("fp32", 2), ("bf16", 3), *(pytest.param(p, n, marks=slow) for p, n in (("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 2)))])
+    ("fp32", 2), ("bf16", 3), *(
+        pytest.param(p, n, marks=slow) for p, n in (("fp32", 1), ("fp32", 3), ("bf16", 1), ("bf16", 2)))])
 def test_ordered_gives_the_same_bits_in_every_stage(program, tmp_path, ranks, precision):
     """-z 0, 1, 2 and 3 with -R ordered -A micro; one and two micro-steps, buckets, overlap, checkpoints in between."""
     cases = [f"{setting} {tokens(ranks, 1 + i % 2)} -n 2" for i, setting in enumerate(SETTINGS[:3])]
@@ -322,7 +323,7 @@ def test_other_precision(program, tmp_path):
 def test_tensors_have_their_shapes(program, tmp_path):
     outcome = run_lines(program("fp32"), 2, tmp_path, ["-z 1"])[0]
     header, data = outcome.state(4)
-    assert {name for name in header} == {name + part for name in NAMES for part in ("", ".exp_avg", ".exp_avg_sq")}
+    assert set(header) == {name + part for name in NAMES for part in ("", ".exp_avg", ".exp_avg_sq")}
     shapes = {name: header[name]["shape"] for name in NAMES}
     assert shapes["wte"] == [128, C] and shapes["qkvw"] == [2, 3 * C, C] and shapes["qkvb"] == [2, 3 * C]
     assert shapes["fcprojw"] == [2, C, 4 * C] and shapes["lnfb"] == [C] and shapes["fcw"] == [2, 4 * C, C]
@@ -606,7 +607,7 @@ BAD = [("-K wide", "-K wide: a bucket size in MB, 0 .. 1e9, or unit"), ("-K -1",
 
 def test_bad_flags(program, tmp_path):
     """One clear line, an exit code, and no rank that is left waiting. Most run alone, which is quicker."""
-    for i, (flags, message) in enumerate(BAD):
+    for flags, message in BAD:
         ranks = 3 if flags in ("-K wide", "-z 4", "-z 1 -R allreduce") else None
         where = [] if ranks else ["-pi", "fs", "-pf", tmp_path]
         (tmp_path / "id").unlink(missing_ok=True)

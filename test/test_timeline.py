@@ -7,7 +7,7 @@ import pytest
 from conftest import TOP, run
 
 sys.path.insert(0, str(TOP / "dev"))
-import timeline  # noqa: E402
+import timeline
 
 
 @pytest.fixture(scope="module", params=[1, 3])

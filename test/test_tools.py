@@ -107,7 +107,8 @@ def ptx(change=lambda name, body: body, skip=None):
                 entry = name.replace("EfEv10", f"E{types}Ev10")
                 text += f".visible .entry _Z18{entry}(\n)\n{{\n{change((algorithm, rounding), body)}}}\n"
     for grad in ("f", "8ZeroBf16"):
-        body = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\n" * 3 + "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" + \
+        body = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\n" * 3 + \
+               "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" + \
                "ld.global.v2.u32 {%r1, %r2}, [%rd1];\n" * 2
         text += f".visible .entry _Z15zero_sum_kernelI{grad}Ev7ZeroSumi(\n)\n{{\n{change('sum', body)}}}\n"
     return text

@@ -33,7 +33,8 @@ def test_losses_and_norms_of_pytorch(ranks, tmp_path):
     assert len(plain_sums) == len(lines)
     for i, (line, outcome) in enumerate(zip(lines, outcomes)):
         o = oracle[i // 2]
-        for name, ours, theirs in (("loss", outcome.column("trl"), o["losses"]), ("norm", outcome.column("norm"), o["norms"])):
+        for name, ours, theirs in (("loss", outcome.column("trl"), o["losses"]),
+                                   ("norm", outcome.column("norm"), o["norms"])):
             assert len(ours) == len(theirs) == 10
             worst = max(relative(a, b) for a, b in zip(ours, theirs))
             assert worst <= 5e-6, f"{line}: {name} differs by {worst:.2e} relative: {ours} against {theirs}"
@@ -57,7 +58,7 @@ def test_sharded_equals_unsharded(ranks, kind, tmp_path):
     check_ok(outcomes, lines)
     for p in range(len(plans)):
         group = outcomes[p * len(lines) // len(plans):(p + 1) * len(lines) // len(plans)]
-        assert len(set(outcome.bits() for outcome in group)) == 1, [outcome.bits() for outcome in group]
+        assert len({outcome.bits() for outcome in group}) == 1, [outcome.bits() for outcome in group]
         assert group[0].log.count("\n") == 5
     norms = outcomes[0].column("norm")
     assert min(norms) > 0.1, "the clip must be active for this test to mean something"
@@ -77,15 +78,17 @@ def test_sharded_equals_unsharded(ranks, kind, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_overlap_units_and_optimizers_change_nothing(ranks, tmp_path):
     """-O 0 and 1, -K unit, Adam(W) with decay and SGD: on = off in each."""
-    kinds = ["-U adamw -c 0.1", "-U adam -c 0.1 -P bf16", "-U sgd -l 0.1", "-U sgd -M 0 -l 0.1 -P bf16 -w 0", "-B1 0.8 -B2 0.95 -E 1e-6"]
-    lines = [f"-z {stage} {SMALL} -x 4 -I own {kind} {plan} -O {overlap}" for kind in kinds for plan in ("-K unit", "-K 0.02", "-K 0")
+    kinds = ["-U adamw -c 0.1", "-U adam -c 0.1 -P bf16", "-U sgd -l 0.1", "-U sgd -M 0 -l 0.1 -P bf16 -w 0",
+             "-B1 0.8 -B2 0.95 -E 1e-6"]
+    lines = [f"-z {stage} {SMALL} -x 4 -I own {kind} {plan} -O {overlap}"
+             for kind in kinds for plan in ("-K unit", "-K 0.02", "-K 0")
              for overlap in (0, 1) for stage in (0, 1)]
     outcomes, _ = run_lines(lines, ranks, tmp_path)
     check_ok(outcomes, lines)
     for i in range(0, len(lines), 4):
-        assert len(set(outcome.bits() for outcome in outcomes[i:i + 4])) == 1, lines[i]
+        assert len({outcome.bits() for outcome in outcomes[i:i + 4]}) == 1, lines[i]
     for i in range(0, len(lines), 12):
-        assert len(set(outcome.bits() for outcome in outcomes[i:i + 12])) <= (1 if ranks <= 2 else 3), \
+        assert len({outcome.bits() for outcome in outcomes[i:i + 12]}) <= (1 if ranks <= 2 else 3), \
             "at one or two ranks the bucket plan cannot change a bit either"
 
 
@@ -141,7 +144,7 @@ def check_ordered(lines, ranks, groups, folder):
     bits = []
     for g in range(groups):
         group = outcomes[g * size:(g + 1) * size]
-        assert len(set(outcome.bits() for outcome in group)) == 1, [o.summary["params_hash"] for o in group]
+        assert len({outcome.bits() for outcome in group}) == 1, [o.summary["params_hash"] for o in group]
         bits.append(group[0].bits())
     assert len(set(bits)) == groups
     assert min(outcomes[0].column("norm")) > 0.05, "the clip must be active"
@@ -176,8 +179,8 @@ def test_ordered_does_not_depend_on_the_ring(tmp_path):
     outcomes, _ = run_lines(lines, 4, tmp_path)
     check_ok(outcomes, lines)
     half = len(lines) // 2
-    assert len(set(outcome.bits() for outcome in outcomes[:half])) == 1
-    assert len(set(outcome.bits() for outcome in outcomes[half:])) > 1
+    assert len({outcome.bits() for outcome in outcomes[:half]}) == 1
+    assert len({outcome.bits() for outcome in outcomes[half:]}) > 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -189,18 +192,18 @@ def test_nccl_gives_the_same_bits_in_every_stage_at_the_same_buckets(ranks, tmp_
     outcomes, _ = run_lines(lines, ranks, tmp_path)
     check_ok(outcomes, lines)
     for i in range(0, len(lines), 8):
-        assert len(set(outcome.bits() for outcome in outcomes[i:i + 8])) == 1, lines[i]
+        assert len({outcome.bits() for outcome in outcomes[i:i + 8]}) == 1, lines[i]
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_stages_2_and_3_of_few_weights(ranks, tmp_path):
     """Case A1 in all stages: fewer weights than ranks, one layer only (no unit to prefetch), and two."""
-    lines = [f"-z {stage} -L {layers} -C {width} -b 2 -x 3 -I own -l 1e-2 -R ordered -A micro {kind}" for kind in TYPES.values()
-             for layers, width in ((1, 1), (2, 3), (1, 7)) for stage in (0, 1, 2, 3)]
+    lines = [f"-z {stage} -L {layers} -C {width} -b 2 -x 3 -I own -l 1e-2 -R ordered -A micro {kind}"
+             for kind in TYPES.values() for layers, width in ((1, 1), (2, 3), (1, 7)) for stage in (0, 1, 2, 3)]
     outcomes, _ = run_lines(lines, ranks, tmp_path)
     check_ok(outcomes, lines)
     for i in range(0, len(lines), 4):
-        assert len(set(outcome.bits() for outcome in outcomes[i:i + 4])) == 1, lines[i]
+        assert len({outcome.bits() for outcome in outcomes[i:i + 4]}) == 1, lines[i]
 
 
 def test_a_build_without_the_reduction_fails(tmp_path):
@@ -209,7 +212,8 @@ def test_a_build_without_the_reduction_fails(tmp_path):
     compiler, flags = (TOP / "build/flags").read_text().strip().split(" ", 1)
     flags, libraries = flags.split(" -lcublasLt", 1)
     program = tmp_path / "train_program"
-    build = f"{compiler} {flags.replace('-O3', '-O0')} -include test/no_reduction.h test/train_program.cu -o {program} -lcublasLt{libraries}"
+    build = (f"{compiler} {flags.replace('-O3', '-O0')} -include test/no_reduction.h test/train_program.cu "
+             f"-o {program} -lcublasLt{libraries}")
     run(["bash", "-c", build], timeout=300)
     lines = on_off_lines(TYPES["fp32"], STREAM_MODES[:1], ["-d 20"])
     lines.append(lines[0] + " -R allreduce")
@@ -267,7 +271,7 @@ def test_twenty_equal_runs_are_equal(tmp_path):
         lines = [f"{kind} {SMALL} -x 3 -I own -P bf16"] * 20
         outcomes, _ = run_lines(lines, 3, tmp_path / kind.split()[1])
         check_ok(outcomes, lines)
-        assert len(set(outcome.bits() for outcome in outcomes)) == 1
+        assert len({outcome.bits() for outcome in outcomes}) == 1
 
 
 def plan_rows(flags):
@@ -276,7 +280,8 @@ def plan_rows(flags):
             if len(row) >= 8 and row[0] in ("0", "1", "2", "3")}
 
 
-@pytest.mark.parametrize("kind", ["", "-P bf16 -R ordered", "-P bf16 -w 0 -A micro -K 0.05 -O 0", "-U sgd -R ordered -K unit"])
+@pytest.mark.parametrize("kind", ["", "-P bf16 -R ordered", "-P bf16 -w 0 -A micro -K 0.05 -O 0",
+                                  "-U sgd -R ordered -K unit"])
 def test_memory_follows_the_plan(kind, tmp_path):
     """What is held in each stage is what --plan says, within 1%, activations included; state falls to 1/N up to padding."""
     flags = f"-L 4 -C 256 -b 4 {kind}"

@@ -22,20 +22,21 @@ MENDED = "mended"             # what a mend returns where there is nothing left 
 # The names in what edits take out of llm.c. Another name there, unless it is declared there too, is a fork's own and its
 # effect would be lost.
 KNOWN = set("""
-    if else for return const bool int float long void char size_t ptrdiff_t unsigned sizeof true false nullptr NULL auto
-    assert endif ifdef defined continue break MULTI_GPU NUM_PARAMETER_TENSORS NVTX_RANGE_FN NvtxRange IO_BUF_SIZE EXIT_FAILURE CEIL_DIV ShardInfo
-    MultiGpuConfig floatX dim3 exit printf fprintf stderr printf0 sqrtf random_u32 C T V Vp L i l f t
-    cudaCheck cudaMalloc cudaMallocConditionallyManaged cudaMemset cudaMemsetAsync cudaMemcpy cudaMemcpyHostToDevice
-    cudaMemcpyDeviceToHost cudaGetLastError cudaDeviceSynchronize ncclCheck ncclAllReduce ncclAllGather ncclGroupStart
-    ncclGroupEnd ncclFloat ncclFloatX ncclSum adamw_update init_from_master copy_and_cast_kernel device_to_file
-    file_to_device global_norm_squared global_sum_deterministic get_max_num_block_sums gpt2_get_tensor_at_layer
-    gpt2_update malloc_and_point_parameters multi_gpu_async_reduce_gradient multi_gpu_get_shard_offset
-    multi_gpu_config model config acts output params grads params_memory grads_memory m_memory v_memory master_weights
-    param_elements param_sizeof num_parameters num_parameters_bytes num_layers num_processes shard_num_parameters
-    zero_stage nccl_comm nccl_stream main_stream use_master_weights init_state init_master_weights rng_state
-    rng_state_last_update offset size last_step model_file state_file state_header params_memory_cpu memory_status
-    wte wpe ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb dl_ln1w dl_ln1b dl_qkvw
-    dl_qkvb dl_attprojw dl_attprojb dl_ln2w dl_ln2b dl_fcw dl_fcb dl_fcprojw dl_fcprojb""".split())
+    if else for return const bool int float long void char size_t ptrdiff_t unsigned sizeof true false nullptr NULL
+    auto assert endif ifdef defined continue break MULTI_GPU NUM_PARAMETER_TENSORS NVTX_RANGE_FN NvtxRange
+    IO_BUF_SIZE EXIT_FAILURE CEIL_DIV ShardInfo MultiGpuConfig floatX dim3 exit printf fprintf stderr printf0 sqrtf
+    random_u32 C T V Vp L i l f t cudaCheck cudaMalloc cudaMallocConditionallyManaged cudaMemset cudaMemsetAsync
+    cudaMemcpy cudaMemcpyHostToDevice cudaMemcpyDeviceToHost cudaGetLastError cudaDeviceSynchronize ncclCheck
+    ncclAllReduce ncclAllGather ncclGroupStart ncclGroupEnd ncclFloat ncclFloatX ncclSum adamw_update
+    init_from_master copy_and_cast_kernel device_to_file file_to_device global_norm_squared global_sum_deterministic
+    get_max_num_block_sums gpt2_get_tensor_at_layer gpt2_update malloc_and_point_parameters
+    multi_gpu_async_reduce_gradient multi_gpu_get_shard_offset multi_gpu_config model config acts output params grads
+    params_memory grads_memory m_memory v_memory master_weights param_elements param_sizeof num_parameters
+    num_parameters_bytes num_layers num_processes shard_num_parameters zero_stage nccl_comm nccl_stream main_stream
+    use_master_weights init_state init_master_weights rng_state rng_state_last_update offset size last_step
+    model_file state_file state_header params_memory_cpu memory_status wte wpe ln1w ln1b qkvw qkvb attprojw attprojb
+    ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb dl_ln1w dl_ln1b dl_qkvw dl_qkvb dl_attprojw dl_attprojb dl_ln2w
+    dl_ln2b dl_fcw dl_fcb dl_fcprojw dl_fcprojb""".split())
 
 
 class Plan:
@@ -373,7 +374,8 @@ def edit_flags(plan):
     taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KRAOH])'").search(source.text, *main.body)
     if taken:
         raise Missing(f"line {source.line(taken.start())}: -{taken[1]} is a flag of this llm.c already")
-    plan.before(Span(loop.start, loop.start), "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -A, -O, -H\n"
+    plan.before(Span(loop.start, loop.start),
+                "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -A, -O, -H\n"
                 f"zero_gpt2_read_flags(&zero_settings, {main.parameters[0]}, {arguments});")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")
@@ -624,7 +626,8 @@ def mend_gather_order(plan):
                        f"cudaCheck(cudaStreamWaitEvent({config}->nccl_stream, {config}->compute_nccl_sync));")
 
 
-@mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned", covered="backward")
+@mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned",
+      covered="backward")
 def mend_wpe_range(plan):
     source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
     calls = source.calls("multi_gpu_async_reduce_gradient", function.body)

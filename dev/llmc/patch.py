@@ -29,8 +29,8 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True   # a folder of byte code would be a change to this checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from edits import EDITS, MENDED, MENDS, OPTIONAL, Plan  # noqa: E402
-from source import Missing  # noqa: E402
+from edits import EDITS, MENDED, MENDS, OPTIONAL, Plan
+from source import Missing
 
 TOP = Path(__file__).resolve().parent.parent.parent
 FOLDER = "llmc_zero"

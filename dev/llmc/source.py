@@ -92,7 +92,7 @@ class Source:
     def find(self, pattern, within=None, what=None):
         """The one match of a regular expression in the code."""
         start, end = within or (0, len(self.code))
-        found = [m for m in re.compile(pattern).finditer(self.code, start, end)]
+        found = list(re.compile(pattern).finditer(self.code, start, end))
         return exactly_one(found, what or f"/{pattern}/")
 
     def calls(self, name, within=None, having=""):
