@@ -1,7 +1,6 @@
 /* test/test_cpu_cublaslt.cu - the cuBLASLt and cuBLAS of the CPU build (dev/cpu/cublas*.cpp).
 
-     dev/cpu/nvcc -std=c++17 -O2 test/test_cpu_cublaslt.cu -lgtest -o t && ./t
-     ./t --gtest_also_run_disabled_tests --gtest_filter='*Speed*'     ms a layer, against the bytes moved
+     dev/cpu/nvcc -std=c++17 -O2 test/test_cpu_cublaslt.cu -lgtest_main -lgtest -o t && ./t
 
    Small integers are exact whatever the order of the sums, so most tests compare to the bit with a product in
    double; random ones come after, with a tolerance. Memory that must not be read holds NaN.
@@ -15,7 +14,6 @@
 #include <functional>
 #include <math.h>
 #include <string>
-#include <time.h>
 #include <vector>
 
 namespace {
@@ -369,7 +367,7 @@ TEST(CpuCublasLt, Epilogues) {
         }
 }
 
-TEST(CpuCublasLt, ALinearLayerAgreesWithDoublesAndRepeats) {
+static void linear_layer() {
     const int64_t width = 500;
     for (int64_t batch : {1, 20, 33, 100}) {
         auto values = [](int seed) { return [seed](int64_t i, int64_t j) { return uniform(i, j, seed); }; };
@@ -397,6 +395,40 @@ TEST(CpuCublasLt, ALinearLayerAgreesWithDoublesAndRepeats) {
         g.tb = true;
         near(g, x, dy, dw, "weight gradient");
     }
+}
+
+TEST(CpuCublasLt, ALinearLayerAgreesWithDoublesAndRepeats) { linear_layer(); }
+
+/* CUDA_CPU_BLAS=loop: one sum after another, product and sum rounded apart, whatever the processor can do. */
+TEST(CpuCublasLt, PlainLoopsHaveOneOrder) {
+    setenv("CUDA_CPU_BLAS", "loop", 1);
+    cudaDeviceReset();
+    linear_layer();
+    for (int forms = 0; forms < 4; forms++) {
+        Gemm g;
+        g.ta = forms & 1, g.tb = forms & 2, g.alpha = 0.3f, g.beta = 0.7f;
+        const int64_t m = 67, n = 5, k = 301;
+        auto values = [](int seed) { return [seed](int64_t i, int64_t j) { return uniform(i, j, seed); }; };
+        Mat a(CUDA_R_32F, g.ta ? k : m, g.ta ? m : k, values(1));
+        Mat b(CUDA_R_32F, g.tb ? n : k, g.tb ? k : n, values(2)), c(CUDA_R_32F, m, n, values(3));
+        Mat d(CUDA_R_32F, m, n, NOTHING);
+        EXPECT_EQ(g.run(a, b, c, d), CUBLAS_STATUS_SUCCESS);
+        for (int64_t j = 0; j < n; j++)
+            for (int64_t i = 0; i < m; i++) {
+                volatile float sum = 0, term; // rounded each time
+                for (int64_t x = 0; x < k; x++) {
+                    term =
+                        (float)(g.ta ? a.get(x, i) : a.get(i, x)) * (float)(g.tb ? b.get(j, x) : b.get(x, j));
+                    sum = sum + term;
+                }
+                term = 0.3f * sum;
+                sum = 0.7f * (float)c.get(i, j);
+                sum = term + sum;
+                ASSERT_EQ((float)d.get(i, j), sum) << forms << " " << i << " " << j;
+            }
+    }
+    unsetenv("CUDA_CPU_BLAS");
+    cudaDeviceReset();
 }
 
 TEST(CpuCublasLt, WhatIsWrongIsRefused) {
@@ -452,58 +484,4 @@ TEST(CpuCublasLtDeathTest, OperandsOutsideDeviceMemoryStop) {
                     g.run(a, b, d, d);
                 }),
                 testing::ExitedWithCode(99), "cublasLtMatmul: bias");
-}
-
-TEST(CpuCublasLt, DISABLED_Speed) {
-    const int64_t width = 2000, layers = 20;
-    cublasLtHandle_t handle;
-    cublasLtCreate(&handle);
-    for (int64_t batch : {1, 20, 40, 64})
-        for (int kind = 0; kind < 4; kind++) {
-            static float *w = nullptr, *x = nullptr, *y = nullptr;
-            if (!w) {
-                cudaMalloc((void**)&w, layers * width * width * 4);
-                cudaMalloc((void**)&x, width * 64 * 4);
-                cudaMalloc((void**)&y, width * 64 * 4);
-                cudaMemset(w, 0, layers * width * width * 4);
-                cudaMemset(x, 0, width * 64 * 4);
-                cudaMemset(y, 0, width * 64 * 4);
-            }
-            const char* names[] = {"forward", "input gradient", "weight gradient, written",
-                                   "weight gradient, added"};
-            cublasLtMatmulDesc_t desc;
-            cublasLtMatmulDescCreate(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F);
-            int32_t ta = kind == 0 ? CUBLAS_OP_T : CUBLAS_OP_N, tb = kind < 2 ? CUBLAS_OP_N : CUBLAS_OP_T;
-            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta);
-            cublasLtMatmulDescSetAttribute(desc, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb);
-            cublasLtMatrixLayout_t lw, lx;
-            cublasLtMatrixLayoutCreate(&lw, CUDA_R_32F, width, width, width);
-            cublasLtMatrixLayoutCreate(&lx, CUDA_R_32F, width, batch, width);
-            float one = 1, beta = kind == 3;
-            double best = 1e9;
-            for (int i = 0; i < 6; i++) {
-                struct timespec s, e;
-                clock_gettime(CLOCK_MONOTONIC, &s);
-                for (int64_t l = 0; l < layers; l++) {
-                    float* wl = w + l * width * width;
-                    if (kind < 2)
-                        cublasLtMatmul(handle, desc, &one, wl, lw, x, lx, &beta, y, lx, y, lx, nullptr,
-                                       nullptr, 0, 0);
-                    else
-                        cublasLtMatmul(handle, desc, &one, x, lx, y, lx, &beta, wl, lw, wl, lw, nullptr,
-                                       nullptr, 0, 0);
-                }
-                cudaDeviceSynchronize();
-                clock_gettime(CLOCK_MONOTONIC, &e);
-                best = fmin(best, (e.tv_sec - s.tv_sec + 1e-9 * (e.tv_nsec - s.tv_nsec)) / layers);
-            }
-            printf("batch %2d, 2000 x 2000 fp32: %-26s %.2f ms, %.1f GB/s, %.0f GFLOPS\n", (int)batch,
-                   names[kind], best * 1e3, (kind == 3 ? 32e6 : 16e6) / best * 1e-9,
-                   2.0 * width * width * batch / best * 1e-9);
-        }
-}
-
-int main(int argc, char** argv) {
-    testing::InitGoogleTest(&argc, argv);
-    return RUN_ALL_TESTS();
 }

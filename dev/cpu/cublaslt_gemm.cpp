@@ -8,6 +8,8 @@
    op(A)^T is computed instead: the operands swap, and the bias belongs to columns instead of rows.
 */
 #include "cublaslt_gemm.h"
+#include "internal.h"
+#include <cblas.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -177,6 +179,37 @@ void input_sums(const Turned& t, float* sums) {
 }
 
 /* ---- the product ---- */
+
+/* As cblas_sgemm, in one order of additions on every processor: k by k, each rounded. */
+void plain_sgemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+                 const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {
+    float* sums = scratch_row.get(m);
+    for (int64_t j = 0; j < n; j++) {
+        memset(sums, 0, m * sizeof(float));
+        for (int64_t x = 0; x < k; x++) {
+            const float value = tb ? b[j + x * ldb] : b[x + j * ldb];
+            for (int64_t i = 0; i < m; i++) sums[i] += (ta ? a[x + i * lda] : a[i + x * lda]) * value;
+        }
+        float* d = c + j * ldc;
+        for (int64_t i = 0; i < m; i++) d[i] = beta == 0 ? alpha * sums[i] : alpha * sums[i] + beta * d[i];
+    }
+}
+
+/* One thread a rank, unless the environment says otherwise. */
+bool limit_threads() {
+    if (!getenv("OPENBLAS_NUM_THREADS") && !getenv("OMP_NUM_THREADS")) openblas_set_num_threads(1);
+    return true;
+}
+
+/* fp32, column order: C = alpha * op(A) op(B) + beta * C; beta 0 does not read C. */
+void sgemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+           const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {
+    if (options().plain_products) return plain_sgemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    static const bool limited = limit_threads();
+    (void)limited;
+    cblas_sgemm(CblasColMajor, ta ? CblasTrans : CblasNoTrans, tb ? CblasTrans : CblasNoTrans, (int)m, (int)n,
+                (int)k, alpha, a, (int)lda, b, (int)ldb, beta, c, (int)ldc);
+}
 
 /* op(X) in fp32, where `first` and `count` select along the free (not the k) direction. In place for fp32. */
 const float* panel(const void* x, cudaDataType_t type, int64_t* ld, bool k_contiguous, int64_t k,

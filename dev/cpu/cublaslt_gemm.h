@@ -4,8 +4,7 @@
    cublaslt_descriptors.cpp  and descriptors
    cublas.cpp                the few entry points of cuBLAS that llm.c needs
    cublaslt_check.cpp        what can be wrong with a product; onto the stream
-   cublaslt_gemm.cpp         one product: widening, epilogues, rounding
-   cublaslt_kernels.cpp      fp32 products; own kernels where one dimension is short, OpenBLAS elsewhere
+   cublaslt_gemm.cpp         one product: widening, OpenBLAS, epilogues, rounding
 */
 #pragma once
 #include "runtime.h"
@@ -94,11 +93,6 @@ cublasStatus_t launch(const char* name, const Product& p, size_t alignment, cuda
 cublasStatus_t refuse(cublasStatus_t status, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 size_t type_bytes(cudaDataType_t type); // of the three types that matrices have; 0 for others
-
-/* fp32, column order: C = alpha * op(A) op(B) + beta * C; beta 0 does not read C. The order of the additions
-   depends on the shapes only. */
-void sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, float alpha, const float* a,
-           int64_t lda, const float* b, int64_t ldb, float beta, float* c, int64_t ldc);
 
 } // namespace gemm
 } // namespace cuda_cpu

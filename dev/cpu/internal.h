@@ -27,6 +27,7 @@ struct Options {
     int devices;         // as CUDA_VISIBLE_DEVICES leaves them
     size_t stack_bytes;
     double timeout_s;
+    bool plain_products; // matrix products by a plain loop
 };
 const Options& options();
 void reload_options(); // also sets the counters of CUDA_CPU_FAIL to zero

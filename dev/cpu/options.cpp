@@ -124,6 +124,10 @@ static void read_options() {
     o.devices = visible_devices((int)number_from("CUDA_CPU_DEVICES", 64, 0));
     o.stack_bytes = (size_t)number_from("CUDA_CPU_STACK", default_stack, 16384);
     o.timeout_s = (double)number_from("CUDA_CPU_TIMEOUT", 60, 1);
+    const char* blas = text_from("CUDA_CPU_BLAS", "openblas");
+    o.plain_products = !strcmp(blas, "loop");
+    if (!o.plain_products && strcmp(blas, "openblas"))
+        fatal("CUDA_CPU_BLAS=%s: openblas or loop is needed", blas);
     current_options = o;
     fail_calls = 0;
     fail_wanted = !o.fail_name.empty();
