@@ -80,7 +80,7 @@ ifndef NO_MULTI_GPU
   LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
 endif
 
-.PHONY: help demo test test-all units cuda-check lint bench llmc clean FORCE
+.PHONY: help demo test test-all hashes units cuda-check lint bench llmc clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -103,6 +103,9 @@ test: ## install what is missing, run everything this machine can run
 
 test-all: ## the same with the slow tests too
 	RUN_ALL=1 $(MAKE) test
+
+hashes: train_mlp units ## write test/data/hashes.json anew, where a change of bits is meant (test/hashes.py)
+	HASHES=write .venv/bin/python -m pytest -q test/test_hashes.py test/test_llmc_runs.py -k keep_their_bits
 
 units: $(UNITS) $(PROGRAMS) ## build the unit tests, build/test/*
 

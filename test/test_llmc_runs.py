@@ -19,6 +19,7 @@ import time
 import numpy
 import pytest
 
+import hashes
 from conftest import TOP, run, slow
 
 SMALL = TOP / "test/small_llmc"
@@ -143,6 +144,22 @@ def tokens(ranks, micro_steps):
 
 def floats(data):
     return numpy.frombuffer(data, numpy.float32)
+
+
+# ---------------------------------------------------------------------------- bits
+
+@pytest.mark.parametrize("precision,ranks", [("fp32", 1), ("fp32", 2), ("fp32", 3), ("bf16", 1), ("bf16", 2)])
+def test_runs_keep_their_bits(program, precision, ranks, tmp_path):
+    if hashes.of_libm() != hashes.LIBM:
+        pytest.skip("another C library: its elementary functions round otherwise than those of the hash list")
+    lines = [f"-z {z} {flags} {tokens(ranks, 2)}" for z in range(4)
+             for flags in ("-R nccl", "-R ordered -A micro", "-w 0 -c 0.1")]
+    found = {}
+    for line, outcome in zip(lines, run_lines(program(precision), ranks, tmp_path, lines)):
+        model = hashes.of_bytes(outcome.model[MODEL_HEADER:])
+        found[line] = (f"{model} {outcome.column('trl')[-1]} {outcome.column('norm')[-1]} "
+                       f"{hashes.of_tensors(outcome.checkpoint(4))}")
+    hashes.check(f"small llm.c, {precision}, {ranks} ranks", found)
 
 
 # ---------------------------------------------------------------------------- stages
