@@ -17,7 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define LLMC_ZERO_VERSION 100 /* major * 10000 + minor * 100 + patch */
+#define LLMC_ZERO_VERSION 200 /* major * 10000 + minor * 100 + patch */
 
 typedef enum ZeroCode {
     ZERO_OK = 0,

@@ -26,7 +26,7 @@
    Include it in any number of translation units: host functions are static inline, kernels templates. It needs C++17,
    CUDA 12 or later and NCCL, or ZERO_NO_NCCL defined for programs of one rank.
 
-   defines: LLMC_ZERO_VERSION (check.cuh)
+   defines: LLMC_ZERO_VERSION (check.cuh); CHANGES.md says what a user of an earlier version has to do
 */
 #ifndef LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
 #define LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
