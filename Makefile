@@ -126,7 +126,7 @@ build/test/train_program: train_mlp.cu
 # On a CPU a vector access that is not aligned would pass unseen; there it stops the program.
 build/test/%_fast: test/%.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/test
-	$(NVCC) $(FLAGS) --use_fast_math $(ALIGNED) $< -o $@ $(LIBS) -lgtest_main -lgtest
+	$(NVCC) $(FLAGS) --use_fast_math -DWITH_FAST_MATH $(ALIGNED) $< -o $@ $(LIBS) -lgtest_main -lgtest
 
 cuda-check: ## compile and link every CUDA target for sm_80, 90 and 100; needs nvcc, no GPU
 	dev/cuda_check.sh

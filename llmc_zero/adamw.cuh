@@ -7,7 +7,7 @@
 
    The formulas stand once each, below, written with the rounding intrinsics (__fmaf_rn, __fmul_rn, __fdiv_rn,
    __fsqrt_rn): a host framework compiles with --use_fast_math, and the vector and the scalar path must not contract
-   differently. Source: PyTorch 2.x torch.optim.AdamW, Adam, SGD, single-tensor path; eps outside the root.
+   differently. What that flag still changes: results below 1.2e-38 become 0. Source: PyTorch 2.x torch.optim.AdamW, Adam, SGD, single-tensor path; eps outside the root.
 
    defines: ZeroRounding, ZeroHyper, ZeroUpdate, zero_hyper, zero_update_launch, zero_round_stochastic, zero_noise
 */

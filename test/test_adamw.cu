@@ -367,6 +367,30 @@ TEST(AdamW, ExactNumbers) {
     for (float p : after.p) EXPECT_NEAR(p, 6.5f, 1e-6);
 }
 
+/* --use_fast_math flushes results below the smallest normal number (1.2e-38) to zero: the one thing that it changes in
+   an update. v of a gradient below 3e-18 is such a number at first; the step is the same to the bit, for eps outweighs its root. */
+TEST(AdamW, FastMathFlushesDenormalsAndNoMore) {
+#ifdef WITH_FAST_MATH
+    const bool flushed = true;
+#else
+    const bool flushed = false;
+#endif
+    Settings s;
+    Model x = {Floats(4, 1.0f), {1e-20f, 1e-17f, 3e-19f, 0.0f}, Floats(4, 0.0f), Floats(4, 0.0f), {}};
+    Model after = update(x, s);
+    for (int i = 0; i < 4; i++) {
+        const float square = x.g[i] * x.g[i], v = (1.0f - 0.999f) * square;
+        const bool is_normal = v >= 1.17549435e-38f || v == 0.0f;
+        EXPECT_NEAR(after.v[i], is_normal || !flushed ? v : 0.0f, v * 1e-4) << i;
+        EXPECT_EQ(after.v[i] > 0.0f, i == 1 || (i != 3 && !flushed)) << i;
+    }
+    for (int i = 0; i < 4; i++) {
+        const double step = s.lr * x.g[i] / (fabs((double)x.g[i]) + s.eps);
+        EXPECT_EQ(after.p[i], (float)(1.0 - s.lr * s.weight_decay - step)) << i;
+        EXPECT_EQ(after.m[i], (float)(1.0 - 0.9) * x.g[i]) << i;
+    }
+}
+
 /* ------------------------------------------------------------------ the same bits wherever it lies */
 
 TEST(AdamW, EverySizeAtEveryAlignment) {
