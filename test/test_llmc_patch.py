@@ -31,9 +31,9 @@ def modules(*names):
         sys.dont_write_bytecode = before
 
 
-tool, edits = modules("patch", "edits")
+tool, edits, mends = modules("patch", "edits", "mends")
 EDITS = [e.name for e in edits.EDITS]
-MENDS = [m.name for m in edits.MENDS]
+MENDS = [m.name for m in mends.MENDS]
 CHANGED = ["train_gpt2.cu", "test_gpt2.cu", *(f"llmc/{name}" for name in (
     "zero.cuh", "cuda_common.h", "attention.cuh", "layernorm.cuh", "cuda_utils.cuh", "outlier_detector.h",
     "logger.h"))]
@@ -106,7 +106,7 @@ def test_check_lists_everything_and_writes_nothing(tree, patch):
     assert (code, snapshot(tree)) == (0, before) and said.endswith("can be patched\n")
     for e in edits.EDITS:
         assert re.search(rf"^  edit  {e.name} +{re.escape(e.file)} +{re.escape(e.what)}$", said, re.M), e.name
-    for m in edits.MENDS:
+    for m in mends.MENDS:
         state = f"part of edit '{m.covered}'" if m.covered else ", ".join(m.files)
         assert re.search(rf"^  mend  {m.name} +{re.escape(state)} +{re.escape(m.reason)}$", said,
                          re.M), m.name
@@ -173,7 +173,7 @@ def test_modes_follow_each_other(tree, patch, tmp_path):
 def test_mends_can_be_left_out(tree, patch):
     assert patch("--mends-only")[0] == 0
     complete = contents(tree)
-    for m in edits.MENDS:
+    for m in mends.MENDS:
         assert patch("--mends-only", "--no-mend", m.name)[0] == 0
         differ = {str(path) for path, entry in contents(tree).items() if complete.get(path) != entry}
         differ |= {str(path) for path in complete if path not in contents(tree)}
@@ -484,7 +484,7 @@ ANCHORS = {
 def files_of(name):
     if name in EDITS:
         return [next(e.file for e in edits.EDITS if e.name == name)]
-    return next(m.files for m in edits.MENDS if m.name == name)
+    return next(m.files for m in mends.MENDS if m.name == name)
 
 
 def kind_of(name):
@@ -492,7 +492,7 @@ def kind_of(name):
 
 
 def flags_for(name):
-    return ["--mends-only"] if name in MENDS and next(m.covered for m in edits.MENDS
+    return ["--mends-only"] if name in MENDS and next(m.covered for m in mends.MENDS
                                                       if m.name == name) else []
 
 
@@ -802,5 +802,5 @@ def test_files_restored_by_hand_at_another_version(tree, patch):
 
 
 def files_of_all():
-    files = {e.file for e in edits.EDITS} | {file for m in edits.MENDS for file in m.files}
+    files = {e.file for e in edits.EDITS} | {file for m in mends.MENDS for file in m.files}
     return sorted(file for file in files if (SMALL / file).exists())

@@ -1,123 +1,21 @@
 """What dev/llmc/patch.py changes in a checkout of llm.c, and where: names of functions and variables, no lines of it.
 
-An edit is a function that gets a Plan (the source of one file and the changes collected so far) and adds to it.
-EDITS make llm.c's trainer use llmc_zero. MENDS put right what is wrong in llm.c itself; each has a reason, works
-without EDITS too (--mends-only) and can be left out (--no-mend). A mend that EDITS make pointless, because they
-replace the place, has `covered` set.
+An edit is a function that gets a Plan (the source of one file and the changes collected so far) and adds to it. All of
+them together make llm.c's trainer use llmc_zero.
 """
 
 import re
-from collections import namedtuple
 
-from source import Missing, Source, Span
+from plan import Edit
+from source import Missing, Span
 
-Edit = namedtuple("Edit", "name file what apply")
-Mend = namedtuple("Mend", "name files reason apply covered")
-Change = namedtuple("Change", "edit start end text")
+EDITS = []
 
 OPTIONAL = {"test_gpt2.cu", "Makefile"}   # a fork may do without
-MENDED = "mended"             # what a mend returns where there is nothing left to do
-
-
-# The names in what edits take out of llm.c. Another name there, unless it is declared there too, is a fork's own and its
-# effect would be lost.
-KNOWN = set("""
-    if else for return const bool int float long void char size_t ptrdiff_t unsigned sizeof true false nullptr NULL
-    auto assert endif ifdef defined continue break MULTI_GPU NUM_PARAMETER_TENSORS NVTX_RANGE_FN NvtxRange
-    IO_BUF_SIZE EXIT_FAILURE CEIL_DIV ShardInfo MultiGpuConfig floatX dim3 exit printf fprintf stderr printf0 sqrtf
-    random_u32 C T V Vp L i l f t cudaCheck cudaMalloc cudaMallocConditionallyManaged cudaMemset cudaMemsetAsync
-    cudaMemcpy cudaMemcpyHostToDevice cudaMemcpyDeviceToHost cudaGetLastError cudaDeviceSynchronize ncclCheck
-    ncclAllReduce ncclAllGather ncclGroupStart ncclGroupEnd ncclFloat ncclFloatX ncclSum adamw_update
-    init_from_master copy_and_cast_kernel device_to_file file_to_device global_norm_squared global_sum_deterministic
-    get_max_num_block_sums gpt2_get_tensor_at_layer gpt2_update malloc_and_point_parameters
-    multi_gpu_async_reduce_gradient multi_gpu_get_shard_offset multi_gpu_config model config acts output params grads
-    params_memory grads_memory m_memory v_memory master_weights param_elements param_sizeof num_parameters
-    num_parameters_bytes num_layers num_processes shard_num_parameters zero_stage nccl_comm nccl_stream main_stream
-    use_master_weights init_state init_master_weights rng_state rng_state_last_update offset size last_step
-    model_file state_file state_header params_memory_cpu memory_status wte wpe ln1w ln1b qkvw qkvb attprojw attprojb
-    ln2w ln2b fcw fcb fcprojw fcprojb lnfw lnfb dl_ln1w dl_ln1b dl_qkvw dl_qkvb dl_attprojw dl_attprojb dl_ln2w
-    dl_ln2b dl_fcw dl_fcb dl_fcprojw dl_fcprojb""".split())
-
-
-class Plan:
-    """The changes of one file. Offsets are those of the original text; changes must not overlap."""
-
-    def __init__(self, text):
-        self.source = Source(text)
-        self.newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
-        self.changes = []
-        self.edit = None   # name of the edit that is being applied
-        self.lost = []     # what a fork has of its own in places that edits replace
-
-    def replaces_code(self, start, end):
-        """Notes names of a fork's own in code that an edit takes out; locals of the function are none."""
-        code = self.source.code
-        top, bottom = self.source.function_around(start)
-        local = set(re.findall(r"\w[\s*&>]+(\w+)\s*(?:=|;|\[|\{|,|\()", code[top:bottom]))
-        local |= set(re.findall(r",\s*\*?\s*(?:const\s+)?(\w+)\s*=", code[top:bottom]))
-        local |= set(re.findall(r"(\w+)\s*(?:=[^,()]*)?[,)]", code[top:code.index("{", top)]))
-        own = [word for word in dict.fromkeys(re.findall(r"(?<![\w.])[A-Za-z_]\w*", code[start:end]))
-               if word not in KNOWN and (word not in local or re.search(rf"(?<!\w)(?<!\w\s){word}\s*\(", code[start:end]))]
-        if own:
-            self.lost.append(f"line {self.source.line(start)}: edit '{self.edit}' replaces code with names of this "
-                             f"fork's own: {', '.join(own)}")
-
-    def change(self, start, end, text):
-        text = text.replace("\r\n", "\n").replace("\n", self.newline)   # some of it may be the file's own
-        self.changes.append(Change(self.edit, start, end, text))
-
-    def replaced(self, offset):
-        return any(c.start <= offset < c.end for c in self.changes)
-
-    def replace(self, span, text):
-        """Replaces statements by lines of text, indented as they were; no text: takes their lines out."""
-        if self.edit not in {m.name for m in MENDS}:
-            self.replaces_code(*span)
-        lines = self.source.whole_lines(span)
-        if lines is None:
-            self.change(*span, " ".join(text.split("\n")))
-            return
-        indent = self.source.indentation(span.start)
-        self.change(*lines, "".join((indent + line if line and line[0] != "#" else line) + "\n"
-                                    for line in text.split("\n") if text))
-
-    def before(self, span, text):
-        indent = self.source.indentation(span.start)
-        self.change(span.start, span.start, "".join(line + "\n" + indent for line in text.split("\n")))
-
-    def after(self, span, text):
-        indent = self.source.indentation(span.start)
-        self.change(span.end, span.end, "".join("\n" + indent + line for line in text.split("\n")))
-
-    def body(self, function, text):
-        """Replaces the body of a function; a range for the profiler stays."""
-        code = self.source.code[function.body.start:function.body.end]
-        self.replaces_code(*function.body)
-        if re.search(r"\bNVTX_RANGE_FN\s*\(", code):
-            text = "NVTX_RANGE_FN();\n" + text
-        self.change(*function.body, "\n" + "".join(f"    {line}\n" for line in text.split("\n")))
-
-    def result(self):
-        """(patched text, changes in order of their place)."""
-        changes = sorted(self.changes, key=lambda c: (c.start, c.end))
-        out, at = [], 0
-        for c in changes:
-            if c.start < at:
-                raise Missing(f"line {self.source.line(c.start)}: another edit has changed this place")
-            out += [self.source.text[at:c.start], c.text]
-            at = c.end
-        return "".join(out) + self.source.text[at:], changes
-
-
-EDITS, MENDS = [], []
 
 
 def edit(name, file, what):
     return lambda apply: EDITS.append(Edit(name, file, what, apply)) or apply
-
-
-def mend(name, files, reason, covered=""):
-    return lambda apply: MENDS.append(Mend(name, files.split(), reason, apply, covered)) or apply
 
 
 # ---------------------------------------------------------------------------- the trainer
@@ -280,8 +178,8 @@ def edit_update(plan):
     decays = re.findall(r"==\s*(\d+)", "".join(re.findall(r"\bfloat\s+wd\s*=[^;]*;",
                                                          plan.source.code[function.body.start:function.body.end])))
     if decays and decays != "0 1 4 6 10 12".split():
-        plan.lost.append(f"edit '{plan.edit}': weight decay is for tensors {', '.join(decays)} here, in llm.c for 0, 1, "
-                         "4, 6, 10, 12: change zero_gpt2_tensors in llmc_zero/gpt2_layout.cuh")
+        plan.lost.append(f"edit '{plan.item.name}': weight decay is for tensors {', '.join(decays)} here, in llm.c for 0, "
+                         "1, 4, 6, 10, 12: change zero_gpt2_tensors in llmc_zero/gpt2_layout.cuh")
     state = names[0] + "->rng_state"
     saved = f"{state}_last_update = {state}; // goes into state files\n"
     plan.body(function, (saved if re.search(r"\brng_state_last_update\b", plan.source.code) else "")
@@ -499,171 +397,3 @@ def update_function(source):
 def main_model(source):
     """How main writes the address of its model."""
     return source.call("gpt2_init_common", source.function("main").body).arguments[0][0]
-
-
-# ---------------------------------------------------------------------------- mends
-
-def correct(plan, found, right):
-    """Puts what is right in the place of a match's first group."""
-    if found[1] == right:
-        return MENDED
-    plan.change(*found.span(1), right)
-
-
-@mend("one-float", "llmc/zero.cuh train_gpt2.cu",
-      "all-reduces of one float have sizeof(float) = 4 as their count: 12 bytes behind the buffer are read and written")
-def mend_one_float(plan):
-    found = [call.arguments[2] for call in plan.source.calls("ncclAllReduce")
-             if len(call.arguments) > 2 and not plan.replaced(call.start)]
-    wrong = [span for text, span in found if re.sub(r"\s", "", text) == "sizeof(float)"]
-    if not found:
-        raise Missing("ncclAllReduce: not found")
-    for start, end in wrong:
-        lead = len(plan.source.code[start:end]) - len(plan.source.code[start:end].lstrip())
-        plan.change(start + lead, end, "1")
-    return None if wrong else MENDED
-
-
-@mend("false", "llmc/cuda_common.h",
-      "the constant False is true: bias gradients of wide layers overwrite those of the micro-steps before")
-def mend_false(plan):
-    found = plan.source.find(r"\bbool_constant\s*<\s*(true|false)\s*>\s*False\b", what="the constant False")
-    return correct(plan, found, "false")
-
-
-@mend("block-reduce", "llmc/attention.cuh",
-      "attention's backward reuses the shared memory of blockReduce in a loop without the final __syncthreads: a race")
-def mend_block_reduce(plan):
-    source = plan.source
-    function = source.function("softmax_autoregressive_backward_inplace_kernel")
-    found = source.find(r"\bblockReduce\s*<[^;()]*>\s*\(", function.body, "blockReduce in attention's backward")
-    end = source.closing(found.end() - 1)
-    arguments = source.split(found.end(), end - 1)
-    if len(arguments) > 1:
-        return MENDED
-    plan.change(end - 1, end - 1, ", true")
-
-
-@mend("residual-guard", "llmc/layernorm.cuh",
-      "fused_residual_forward works on one row too many when batch times length is no multiple of 8")
-def mend_residual_guard(plan):
-    source = plan.source
-    function = source.function("fused_residual_forward_kernel5")
-    found = source.find(r"\bif\s*\(\s*idx\s*(>=?)\s*N\s*\)", function.body, "the guard idx > N")
-    return correct(plan, found, ">=")
-
-
-@mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile")
-def mend_mem_advise(plan):
-    source = plan.source
-    if re.search(r"\bcudaMemLocation\b", source.code) or not source.calls("cudaMemAdvise"):
-        return MENDED
-    call = source.call("cudaMemAdvise")
-    statement = source.statement(call.start)
-    start, end = call.arguments[3][1]
-    old = source.text[statement.start:statement.end]
-    new = (source.text[statement.start:start] + " cudaMemLocation{cudaMemLocationTypeHost, 0}"
-           + source.text[end:statement.end])
-    plan.replace(statement, f"#if CUDART_VERSION >= 13000\n{new}\n#else\n{old}\n#endif")
-
-
-@mend("outlier-nan", "llmc/outlier_detector.h",
-      "one NaN in the sums of the outlier detector switches -sl and -sg off for good")
-def mend_outlier_nan(plan):
-    function = plan.source.function("update_detector")
-    if re.search(r"\bisfinite\b", plan.source.code[function.body.start:function.body.end]):
-        return MENDED
-    plan.change(function.body.start, function.body.start,
-                f'\n    if (!isfinite({function.parameters[1]})) {{ return nan(""); }} // it would stay in the sums')
-
-
-@mend("mpi-finalize", "llmc/zero.cuh",
-      "MPI_Finalize is called in runs that never started MPI (-pi tcp, -pi fs): MPI ends a good run with an error")
-def mend_mpi_finalize(plan):
-    source, function = plan.source, plan.source.function("multi_gpu_config_free")
-    if re.search(r"\bMPI_Initialized\b", source.code[function.body.start:function.body.end]):
-        return MENDED
-    statement = source.statement(source.call("MPI_Finalize", function.body).start)
-    old = source.text[statement.start:statement.end]
-    plan.replace(statement, "int mpi_started = 0;\nmpiCheck(MPI_Initialized(&mpi_started));\n"
-                            f"if (mpi_started) {{ {old} }}")
-
-
-@mend("log-digits", "llmc/logger.h",
-      "main.log has four digits of the loss: runs that differ look equal")
-def mend_log_digits(plan):
-    source, wrong = plan.source, 0
-    for name in ("logger_log_train", "logger_log_val"):
-        function = source.function(name)
-        call = source.call("fprintf", function.body)
-        for match in re.compile(r"%\.\d+f").finditer(source.text, call.start, call.end):
-            plan.change(*match.span(), "%.9g")
-            wrong += 1
-    return None if wrong else MENDED
-
-
-@mend("val-every", TRAINER, "-v 0 divides by zero: it means validation at the first and the last step only")
-def mend_val_every(plan):
-    source, main = plan.source, plan.source.function("main")
-    if re.search(r"\bval_loss_every\s*(?:<=|>)\s*0", source.code[main.body.start:main.body.end]):
-        return MENDED
-    if not re.search(r"%\s*val_loss_every\b", source.code[main.body.start:main.body.end]):
-        return MENDED   # nothing is divided by it
-    start = source.statement(source.call("multi_gpu_config_init", main.body).start)
-    plan.before(start, "if (val_loss_every <= 0) { val_loss_every = 1 << 30; } // first and last step only")
-
-
-@mend("gather-order", TRAINER, "with -z 1 parameters are gathered without waiting for the update that writes them",
-      covered="update")
-def mend_gather_order(plan):
-    source = plan.source
-    function, names = update_function(source)
-    if source.calls("cudaStreamWaitEvent", function.body):
-        return MENDED
-    config = names[8]
-    start = source.statement(source.call("ncclGroupStart", function.body).start)
-    plan.before(start, f"cudaCheck(cudaEventRecord({config}->compute_nccl_sync, main_stream));\n"
-                       f"cudaCheck(cudaStreamWaitEvent({config}->nccl_stream, {config}->compute_nccl_sync));")
-
-
-@mend("wpe-range", TRAINER, "with -z 1 gradients of T rows of wpe are scattered, but maxT rows are owned",
-      covered="backward")
-def mend_wpe_range(plan):
-    source, function = plan.source, plan.source.function("gpt2_backward_and_reduce")
-    calls = source.calls("multi_gpu_async_reduce_gradient", function.body)
-    if not calls:
-        raise Missing("the call of multi_gpu_async_reduce_gradient: not found")
-    last = calls[-1]
-    sizes = declaration(source, last.arguments[1][0], source.block_around(last.start))
-    found = list(re.compile(r"\bT\s*\*\s*C\b").finditer(source.code, *sizes))
-    if not found and re.search(r"max_seq_len", source.code[sizes.start:sizes.end]):
-        return MENDED
-    if len(found) != 1:
-        raise Missing(f"T * C in the sizes of what is reduced last: found {len(found)} times, expected once")
-    plan.change(*found[0].span(), f"(size_t){function.parameters[0]}->config.max_seq_len * C")
-
-
-@mend("rounding-seed", TRAINER, "stochastic rounding is seeded by rank: replicas drift apart", covered="update")
-def mend_rounding_seed(plan):
-    source, function = plan.source, plan.source.function("gpt2_init_common")
-    seed = source.statement(source.find(r"\brng_state\s*=", function.body, "rng_state").start())
-    rank = re.compile(r"\s*\+\s*multi_gpu_config\s*\.\s*process_rank\b").search(source.code, *seed)
-    if not rank:
-        return MENDED
-    plan.change(*rank.span(), "")
-
-
-@mend("nan-norm", TRAINER, "a norm that is not finite is not clipped: m, v and weights become NaN", covered="update")
-def mend_nan_norm(plan):
-    source, main = plan.source, plan.source.function("main")
-    call = source.call("gpt2_calculate_grad_norm", main.body)
-    norm = re.compile(r"(\w+)\s*=\s*$").search(source.code, main.body.start, call.start)
-    if not norm:
-        raise Missing("the variable that gpt2_calculate_grad_norm is assigned to: not found")
-    if re.search(rf"!\s*isfinite\s*\(\s*{norm[1]}\s*\)", source.code[call.end:main.body.end]):
-        return MENDED
-    choice = source.find(r"(?<!else)\s\bif\s*\(\s*isfinite\s*\(", main.body, "the choice whether to skip an update")
-    plan.before(Span(choice.start() + 1, choice.start() + 1),
-                f"if (!isfinite({norm[1]})) {{\n"
-                f'    printf0("skipping update: the gradient is not finite\\n");\n'
-                "} else")

@@ -29,7 +29,9 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True   # a folder of byte code would be a change to this checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from edits import EDITS, MENDED, MENDS, OPTIONAL, Plan
+from edits import EDITS, OPTIONAL
+from mends import MENDS
+from plan import MENDED, Plan
 from source import Missing
 
 TOP = Path(__file__).resolve().parent.parent.parent
@@ -86,7 +88,7 @@ def plan_file(path, data, edits, mends):
     plan = Plan(data.decode("latin-1"))   # keeps every byte
     done, missing = {}, []
     for item in [*edits, *mends]:
-        plan.edit = item.name
+        plan.item = item
         try:
             done[item.name] = item.apply(plan) == MENDED
         except Missing as error:
