@@ -18,6 +18,7 @@ import sys
 import time
 import numpy
 import pytest
+import xxhash
 
 import hashes
 from conftest import TOP, run, slow
@@ -295,6 +296,30 @@ def test_resuming_changes_no_bit(program, tmp_path, precision, ranks):
         assert "resumed from step" in again.out, again.out
         assert outcome.bits == again.bits, case
         assert outcome.checkpoint(12).read_bytes() == again.checkpoint(12).read_bytes(), case
+
+
+def test_equal_shuffled_runs_leave_the_same_bytes(program, tmp_path):
+    """llm.c's generator has a field, seed_, that nothing sets; checkpoints of the time when it was saved go on alike."""
+    case = f"-z 1 -i 1 -n 2 {tokens(2, 2)}"
+    first, second = run_lines(program("fp32"), 2, tmp_path, [case, case])
+    for step in (2, 4):
+        assert first.checkpoint(step).read_bytes() == second.checkpoint(step).read_bytes()
+    folder = continued(tmp_path / "old/2 ranks, line 0", first, 2)
+    path = folder / first.checkpoint(2).name
+    data, rng_bytes = path.read_bytes(), 16
+    for rank in (0, 1):
+        state = header_of(path)[0]["__metadata__"][f"llmc.state.{rank}"]
+        assert state[-2 * rng_bytes:-rng_bytes] == "0" * rng_bytes   # seed_ comes first
+        data = data.replace(state.encode(), f"{state[:-2 * rng_bytes]}{'5a' * (rng_bytes // 2)}{state[-rng_bytes:]}".encode())
+    length = 8 + struct.unpack("<Q", data[:8])[0]
+    mark = b',"header_xxh3":"'
+    before, _, rest = data[:length].partition(mark)
+    digits = xxhash.xxh3_64_hexdigest(before + mark + b"0" * 16 + rest[16:]).encode()
+    path.write_bytes(before + mark + digits + rest[16:] + data[length:])
+    assert path.read_bytes().count(b"5a" * 8) == 2
+    resumed = run_lines(program("fp32"), 2, tmp_path / "old", [f"{case} -y 1"])[0]
+    assert "resumed from step 2" in resumed.out
+    assert resumed.checkpoint(4).read_bytes() == first.checkpoint(4).read_bytes()
 
 
 @pytest.mark.parametrize("shuffled", [0, 1])

@@ -167,6 +167,25 @@ static inline std::string zero_gpt2_from_hex(const std::string& text) {
     return bytes;
 }
 
+/* llm.c's generator has a seed_ that nothing sets: without a value here, equal runs would leave other files. */
+template <typename Generator>
+static inline auto zero_gpt2_clear_seed(Generator* generator, int) -> decltype((void)generator->seed_) {
+    generator->seed_ = 0;
+}
+template <typename Generator>
+static inline void zero_gpt2_clear_seed(Generator*, long) {} /* a fork that has none */
+
+static inline std::string zero_gpt2_own_state(const ZeroGpt2* zero, const DataLoader* loader) {
+    std::string state(zero->state, zero->state_bytes);
+    mt19937_state generator;
+    if (!loader->should_shuffle || state.size() < sizeof(generator)) return state;
+    char* last = &state[state.size() - sizeof(generator)];
+    memcpy(&generator, last, sizeof(generator));
+    zero_gpt2_clear_seed(&generator, 0);
+    memcpy(last, &generator, sizeof(generator));
+    return state;
+}
+
 /* How batches are dealt: what must be as it was for every rank's state to mean the same. */
 static inline std::string zero_gpt2_dealing(const DataLoader* loader) {
     return std::to_string(loader->B) + " " + std::to_string(loader->T);
@@ -204,7 +223,7 @@ static inline ZeroResult zero_gpt2_save(GPT2* model, const char* filename, int s
     std::vector<ZeroString> strings;
     std::string folder, path = filename;
     uint64_t named = 0;
-    ZERO_TRY(zero_gpt2_gather_states(&zero->z, std::string(zero->state, zero->state_bytes), &states));
+    ZERO_TRY(zero_gpt2_gather_states(&zero->z, zero_gpt2_own_state(zero, loader), &states));
     for (size_t r = 0; r < states.size(); r++) {
         texts.push_back("llmc.state." + std::to_string(r));
         texts.push_back(zero_gpt2_to_hex(states[r]));

@@ -7,7 +7,7 @@
 #include "utils.h"
 
 struct mt19937_state {
-    unsigned long long state;
+    unsigned long long seed_, state;   // nobody needs seed_: what is in it differs from run to run
 };
 inline unsigned random_below(mt19937_state* rng, unsigned n) {
     rng->state = rng->state * 6364136223846793005ull + 1442695040888963407ull;
@@ -57,6 +57,7 @@ inline void dataloader_init(DataLoader* data, size_t B, size_t T, int rank, int 
     data->total_batch_size_bytes = 2 * B * T * ranks;
     data->glob_result.gl_pathc = 3;
     data->should_shuffle = shuffled;
+    data->shuffle_rng.seed_ = (unsigned long long)getpid() << 32 | rank;
     data->shuffle_rng.state = 42 + rank;
     data->inputs = (int*)mallocCheck(B * T * sizeof(int));
     data->targets = (int*)mallocCheck(B * T * sizeof(int));
