@@ -310,7 +310,8 @@ def test_equal_shuffled_runs_leave_the_same_bytes(program, tmp_path):
     for rank in (0, 1):
         state = header_of(path)[0]["__metadata__"][f"llmc.state.{rank}"]
         assert state[-2 * rng_bytes:-rng_bytes] == "0" * rng_bytes   # seed_ comes first
-        data = data.replace(state.encode(), f"{state[:-2 * rng_bytes]}{'5a' * (rng_bytes // 2)}{state[-rng_bytes:]}".encode())
+        other = state[:-2 * rng_bytes] + "5a" * (rng_bytes // 2) + state[-rng_bytes:]
+        data = data.replace(state.encode(), other.encode())
     length = 8 + struct.unpack("<Q", data[:8])[0]
     mark = b',"header_xxh3":"'
     before, _, rest = data[:length].partition(mark)

@@ -11,7 +11,9 @@ from source import Missing, Span
 
 EDITS = []
 
+TRAINER = "train_gpt2.cu"
 OPTIONAL = {"test_gpt2.cu", "Makefile"}   # a fork may do without
+OWN = {TRAINER, *OPTIONAL}   # no other program uses these
 
 
 def edit(name, file, what):
@@ -19,8 +21,6 @@ def edit(name, file, what):
 
 
 # ---------------------------------------------------------------------------- the trainer
-
-TRAINER = "train_gpt2.cu"
 
 
 @edit("struct", TRAINER, "GPT2 gets a pointer to what llmc_zero holds; the adapter is included behind it")
@@ -301,18 +301,16 @@ def edit_clip(plan):
     plan.change(found.end(), statement.end - 1, f" zero_gpt2_clip({rule[2]})")
 
 
-@edit("any size", "llmc/zero.cuh", "set_zero_configs: no size has to divide by the number of ranks")
+@edit("any size", TRAINER, "main: zero_gpt2_set_configs takes any size; set_zero_configs stays for other programs")
 def edit_configs(plan):
-    function = plan.source.function("set_zero_configs")
-    config, stage, count = function.parameters
-    plan.body(function,
-              f"{config}->zero_stage = {stage};\n"
-              f"{config}->shard_num_parameters = {count}; // until the state is allocated\n"
-              f'printf0("| %-21s | %-50s |\\n", "llmc_zero",\n'
-              f'        {stage} == 0 ? "off: optimizer state on every rank"\n'
-              f'        : {stage} == 1 ? "optimizer state sharded over the ranks"\n'
-              f'        : {stage} == 2 ? "optimizer state and gradients sharded"\n'
-              f'                     : "optimizer state, gradients and parameters sharded");')
+    call = plan.source.call("set_zero_configs", plan.source.function("main").body)
+    _config, _stage, _count = call.arguments
+    plan.change(call.start, call.start + len("set_zero_configs"), "zero_gpt2_set_configs")
+
+
+@edit("nothing lost", "llmc/zero.cuh", "set_zero_configs, which the trainer calls no more, has nothing of a fork's own")
+def edit_nothing_lost(plan):
+    plan.replaces_code(*plan.source.function("set_zero_configs").body)
 
 
 @edit("include path", "Makefile", "where the headers lie that checkpoints need")

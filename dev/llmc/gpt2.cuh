@@ -106,6 +106,17 @@ static inline void zero_gpt2_configure(GPT2* model, int stage, const ZeroGpt2Set
     if (settings->save_every > 0) zero_gpt2_set_signals();
 }
 
+/* In place of llm.c's set_zero_configs, which other trainers go on to call: any stage, and a model of any size. */
+static inline void zero_gpt2_set_configs(MultiGpuConfig* config, int stage, size_t count) {
+    config->zero_stage = stage;
+    config->shard_num_parameters = count; /* until the state is allocated */
+    printf0("| %-21s | %-50s |\n", "llmc_zero",
+            stage == 0   ? "off: optimizer state on every rank"
+            : stage == 1 ? "optimizer state sharded over the ranks"
+            : stage == 2 ? "optimizer state and gradients sharded"
+                         : "optimizer state, gradients and parameters sharded");
+}
+
 /* Frees what belongs to model->zero; llm.c's pointers to it become NULL. Before the communicator goes; the second
    call does nothing. */
 static inline void zero_gpt2_free(GPT2* model) {

@@ -1,20 +1,31 @@
 """What is wrong in llm.c itself, and how dev/llmc/patch.py puts it right.
 
 Each mend has a reason, works without edits.py too (--mends-only) and can be left out (--no-mend). A mend that an edit
-makes pointless, because it replaces the place, has `covered` set.
+makes pointless, because it replaces the place, has `covered` set. In llm.c's headers a mend is there for sources that
+define ZERO_MENDS (plan.py), unless its `condition` says when else it is right for every program.
 """
 
 import re
 
 from edits import TRAINER, declaration, update_function
-from plan import MENDED, Mend
+from plan import GUARD, MENDED, Edit, Mend
 from source import Missing, Span
 
 MENDS = []
 
 
-def mend(name, files, reason, covered=""):
-    return lambda apply: MENDS.append(Mend(name, files.split(), reason, apply, covered)) or apply
+def mend(name, files, reason, covered="", condition=f"defined({GUARD})"):
+    return lambda apply: MENDS.append(Mend(name, files.split(), reason, apply, covered, condition)) or apply
+
+
+def define_guard(plan):
+    if re.search(rf"#\s*define\s+{GUARD}\b", plan.source.code):
+        return
+    first = re.compile(r"(?:\xef\xbb\xbf)?\s*").match(plan.source.code).end()
+    plan.change(first, first, f"#define {GUARD} 1 // llmc_zero's mends in headers that other programs use too\n")
+
+
+OWN_MENDS = Edit("own mends", TRAINER, f"{GUARD} is defined: mends in headers are for this trainer alone", define_guard)
 
 
 def correct(plan, found, right):
@@ -67,18 +78,13 @@ def mend_residual_guard(plan):
     return correct(plan, found, ">=")
 
 
-@mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile")
+@mend("mem-advise", "llmc/cuda_utils.cuh", "cudaMemAdvise takes a cudaMemLocation since CUDA 13: it would not compile",
+      condition="CUDART_VERSION >= 13000")
 def mend_mem_advise(plan):
     source = plan.source
     if re.search(r"\bcudaMemLocation\b", source.code) or not source.calls("cudaMemAdvise"):
         return MENDED
-    call = source.call("cudaMemAdvise")
-    statement = source.statement(call.start)
-    start, end = call.arguments[3][1]
-    old = source.text[statement.start:statement.end]
-    new = (source.text[statement.start:start] + " cudaMemLocation{cudaMemLocationTypeHost, 0}"
-           + source.text[end:statement.end])
-    plan.replace(statement, f"#if CUDART_VERSION >= 13000\n{new}\n#else\n{old}\n#endif")
+    plan.change(*source.call("cudaMemAdvise").arguments[3][1], " cudaMemLocation{cudaMemLocationTypeHost, 0}")
 
 
 @mend("outlier-nan", "llmc/outlier_detector.h",

@@ -29,8 +29,8 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True   # a folder of byte code would be a change to this checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from edits import EDITS, OPTIONAL
-from mends import MENDS
+from edits import EDITS, OPTIONAL, OWN
+from mends import MENDS, OWN_MENDS
 from plan import MENDED, Plan
 from source import Missing
 
@@ -85,12 +85,12 @@ def third_party():
 
 def plan_file(path, data, edits, mends):
     """Applies edits and mends to one file: (bytes, changes, {mend: already there}, [missing], [lost])."""
-    plan = Plan(data.decode("latin-1"))   # keeps every byte
+    plan = Plan(data.decode("latin-1"), shared=path not in OWN)   # latin-1 keeps every byte
     done, missing = {}, []
     for item in [*edits, *mends]:
         plan.item = item
         try:
-            done[item.name] = item.apply(plan) == MENDED
+            done[item.name] = bool(plan.has(item.name)) or item.apply(plan) == MENDED
         except Missing as error:
             missing.append(f"{path}: {'mend' if item in mends else 'edit'} '{item.name}': {error}")
         except (IndexError, ValueError):
@@ -110,6 +110,8 @@ class Work:
     def __init__(self, folder, originals, left_out, mends_only):
         self.mends = [m for m in MENDS if m.name not in left_out and (mends_only or not m.covered)]
         self.edits = [] if mends_only else EDITS
+        if any(file not in OWN for m in self.mends for file in m.files):
+            self.edits = [OWN_MENDS, *self.edits]
         self.files, self.missing, self.lost, self.done = {}, [], [], {}
         paths = dict.fromkeys([e.file for e in self.edits] + [f for m in self.mends for f in m.files])
         for path in paths:

@@ -1,19 +1,25 @@
 """The changes to one source file of llm.c, collected while edits and mends are applied (dev/llmc/patch.py).
 
-    plan = Plan(text)
+    plan = Plan(text, shared)
     plan.item = an edit or a mend, which then calls plan.replace, plan.before, plan.body and the like
     text, changes = plan.result()
+
+A shared file is one that programs use which are not patched (llm.c's headers; train_llama3.cu, say). They have to come
+out as before, so there each statement that changes stands twice, behind #if: the new one for a source that defines
+ZERO_MENDS, as the patched trainer does, the old one for all others.
 """
 
 import re
 from collections import namedtuple
 
-from source import Missing, Source
+from source import Missing, Source, Span
 
 Edit = namedtuple("Edit", "name file what apply")
-Mend = namedtuple("Mend", "name files reason apply covered")
+Mend = namedtuple("Mend", "name files reason apply covered condition")   # condition: of #if, in a shared file
 Change = namedtuple("Change", "edit start end text")   # edit: the name of an edit or a mend
 MENDED = "mended"   # what a mend's apply returns where there is nothing left to do
+GUARD = "ZERO_MENDS"
+SIGN = "// llmc_zero: "   # and the names of mends, behind #if
 
 # The names in what edits take out of llm.c. Another name there, unless it is declared there too, is a fork's own and its
 # effect would be lost.
@@ -38,8 +44,10 @@ KNOWN = set("""
 class Plan:
     """The changes of one file. Offsets are those of the original text; changes must not overlap."""
 
-    def __init__(self, text):
+    def __init__(self, text, shared=False):
         self.source = Source(text)
+        self.shared = shared
+        self.conditions = {}   # by name of the edit or mend
         self.newline = "\r\n" if text.count("\r\n") * 2 > text.count("\n") else "\n"
         self.changes = []
         self.item = None   # the edit or mend that is being applied
@@ -61,6 +69,7 @@ class Plan:
     def change(self, start, end, text):
         text = text.replace("\r\n", "\n").replace("\n", self.newline)   # some of it may be the file's own
         self.changes.append(Change(self.item.name, start, end, text))
+        self.conditions[self.item.name] = getattr(self.item, "condition", f"defined({GUARD})")
 
     def replaced(self, offset):
         return any(c.start <= offset < c.end for c in self.changes)
@@ -96,10 +105,53 @@ class Plan:
     def result(self):
         """(patched text, changes in order of their place)."""
         changes = sorted(self.changes, key=lambda c: (c.start, c.end))
-        out, at = [], 0
+        if self.shared:
+            changes = [self.both(*part) for part in self.whole_statements(changes)]
+        return self.with_changes(Span(0, len(self.source.text)), changes), changes
+
+    def with_changes(self, span, changes):
+        out, at = [], span.start
         for c in changes:
             if c.start < at:
                 raise Missing(f"line {self.source.line(c.start)}: another edit has changed this place")
             out += [self.source.text[at:c.start], c.text]
             at = c.end
-        return "".join(out) + self.source.text[at:], changes
+        return "".join(out) + self.source.text[at:span.end]
+
+    # ---- shared files
+
+    def has(self, name):
+        """Whether a mend stands in a shared file already; a patch whose record is lost may have left it."""
+        return self.shared and re.search(rf"{SIGN}(?:.*, )?{name}(?:,|\s*$)", self.source.text, re.M)
+
+    def whole_statements(self, changes):
+        """[(Span of whole lines that statements are on, the changes in them)]; lines that are only put in: an empty Span."""
+        text, parts = self.source.text, []
+        for c in changes:
+            span = Span(c.start, c.end)
+            if not c.text.startswith(self.newline) and not (c.text.endswith("\n") and text[:c.end].endswith("\n")):
+                statement = self.source.statement(c.start)   # no #if inside of a macro's arguments
+                end = text.find("\n", max(statement.end, c.end) - 1) + 1
+                span = Span(text.rfind("\n", 0, min(statement.start, c.start)) + 1, end or len(text))
+            if parts and span.start < parts[-1][0].end:
+                last, others = parts.pop()
+                parts.append((Span(min(last.start, span.start), max(last.end, span.end)), [*others, c]))
+            else:
+                parts.append((span, [c]))
+        return parts
+
+    def both(self, span, changes):
+        """One change in place of several on the same lines: what is new behind #if, and what was there."""
+        names = ", ".join(dict.fromkeys(c.edit for c in changes))
+        if len({self.conditions[c.edit] for c in changes}) > 1:
+            raise Missing(f"line {self.source.line(span.start)}: {names} change the same lines, on different conditions")
+        head = f"#if {self.conditions[changes[0].edit]} {SIGN}{names}{self.newline}"
+        old, new = self.source.text[span.start:span.end], self.with_changes(span, changes)
+        if not old:
+            line_end = self.source.text.find("\n", span.end)
+            alone = not self.source.text[span.end:line_end].strip()
+            return Change(names, *span, self.newline + head + new[len(self.newline):] + self.newline + "#endif"
+                          + ("" if alone else self.newline))
+        last = "" if old.endswith("\n") else self.newline   # at the end of a file
+        return Change(names, *span, head + new + last + "#else" + self.newline + old + last + "#endif"
+                      + ("" if last else self.newline))

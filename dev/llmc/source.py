@@ -146,7 +146,7 @@ class Source:
             start += len(self.code[start:]) - len(self.code[start:].lstrip())
         # labels and directives are none of it
         while self.code[start] == "#":
-            start = self.code.index("\n", start) + 1
+            start = re.compile(r"(?:\\\r?\n|[^\n])*\n").match(self.code, start).end()
             start += len(self.code[start:]) - len(self.code[start:].lstrip())
         i = offset if offset > start else start
         while self.code[i] != ";":
