@@ -154,6 +154,77 @@ def test_compare_help_and_the_makefile():
     assert result.code != 0 and "DIR is empty" in result.err
 
 
+# ---- compare.sh until it compiles: with the small trainer, in a copy of this project where nothing can be built
+
+MAKEFILE = """help:
+\t@echo 'device: cpu   compiler: none   MPI: no'
+build/llmc/%: FORCE
+\t@echo cannot build; false
+FORCE:
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    top = tmp_path / "project"
+    for folder in ("dev/llmc", "llmc_zero"):
+        shutil.copytree(TOP / folder, top / folder)
+    (top / "dev/cpu").mkdir()
+    (top / "Makefile").write_text(MAKEFILE)
+    (top / "dev/deps.sh").write_text('#!/bin/sh\necho "$@" >>installed\n')
+    (top / "dev/deps.sh").chmod(0o755)
+    return top
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    tree = shutil.copytree(TOP / "test/small_llmc", tmp_path / "llm c")
+    (tree / "Makefile").write_text("NVCC_INCLUDES =\n")
+    return tree
+
+
+def compare_in(project, *words):
+    return run([project / "dev/llmc/compare.sh", *words], check=False, env={"CPATH": TOP / ".venv/include"})
+
+
+@pytest.mark.parametrize("before", [[], ["--drop-own-code"], ["--mends-only"]])
+def test_a_checkout_that_is_patched_already(project, checkout, tmp_path, before):
+    """As the README has it: patch first, then compare. The same is built as of one that is not patched."""
+    patch = [sys.executable, project / "dev/llmc/patch.py"]
+    fresh = shutil.copytree(checkout, tmp_path / "fresh")
+    run([*patch, fresh, "--drop-own-code"])
+    if before:
+        run([*patch, checkout, *before])
+    here = source_files(checkout)
+    result = compare_in(project, checkout, "--drop-own-code")
+    assert result.code == 2 and "train_gpt2.cu did not compile" in result.err, result.err
+    built = source_files(project / "build/llmc/src")
+    expected = {path: data for path, data in source_files(fresh).items() if path.name != ".clang-format"}
+    assert {**built, **expected} == built and built[Path("Makefile")] == b"NVCC_INCLUDES = -Illmc_zero/third_party\n"
+    assert source_files(checkout) == here and (project / "installed").read_text() == "demo\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--nvcc-only"]])
+def test_nothing_is_installed_for_a_checkout_that_does_not_fit(project, checkout, flags):
+    text = (checkout / "train_gpt2.cu").read_text()
+    for wrong, message in ((text.replace("gpt2_calculate_grad_norm", "another_name"), "gpt2_calculate_grad_norm: not found"),
+                           (text, "--drop-own-code")):   # the small trainer has code of its own in what is replaced
+        (checkout / "train_gpt2.cu").write_text(wrong)
+        result = compare_in(project, checkout, *flags)
+        assert result.code == 2 and result.err.startswith("compare: the patch does not fit this llm.c: "), result.err
+        assert message in result.err and "  edit  " not in result.err and not (project / "installed").exists()
+
+
+def test_headers_that_can_be_installed_are_no_misfit(project, checkout):
+    """patch.py says that with 3."""
+    python = project / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\ncase " $* " in *" --check "*) exit 3 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    result = compare_in(project, checkout, "--drop-own-code")
+    assert (project / "installed").exists() and "train_gpt2.cu did not compile" in result.err, result.err
+
+
 # ---- compare.sh with the real llm.c
 
 LLMC = os.environ.get("LLMC_DIR")
@@ -244,6 +315,15 @@ def test_its_own_folder_is_not_emptied():
     result = compare(WORK / "src", *FEW)
     assert result.code == 2 and "which empties it" in result.err
     assert (WORK / "src/train_gpt2.cu").exists()
+
+
+@real
+def test_a_patched_llm_c_compares_as_it_is(tmp_path):
+    fork = tmp_path / "fork"
+    shutil.copytree(LLMC, fork, ignore=shutil.ignore_patterns(".git", "*.bin"))
+    run([sys.executable, TOP / "dev/llmc/patch.py", fork])
+    before = source_files(fork)
+    assert compare(fork, *FEW).code == 0 and source_files(fork) == before
 
 
 @real

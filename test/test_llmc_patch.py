@@ -241,8 +241,9 @@ def test_headers_of_others_come_from_where_the_compiler_finds_them(tree, patch, 
     is_file = tool.Path.is_file
     monkeypatch.setattr(tool.Path, "is_file", lambda path: path.name != "xxhash.h" and is_file(path))
     code, said = patch()
-    assert code == 1 and snapshot(tree) == before and "xxhash.h (Debian's libxxhash-dev): not found in" in said
+    assert code == 3 and snapshot(tree) == before and "xxhash.h (Debian's libxxhash-dev): not found in" in said
     assert "json" not in said and "Nothing was changed." in said
+    assert patch("--check")[0] == 3 and patch("--check", drop=False)[0] == 1   # its own code comes first
     assert patch("--mends-only")[0] == 0 and patch("--revert")[0] == 0
     monkeypatch.setattr(tool.Path, "is_file", is_file)
     (tmp_path / "own").mkdir()

@@ -98,16 +98,22 @@ fi
 # ---- a patched copy ----------------------------------------------------------------------------------------
 
 python=$([[ -x .venv/bin/python ]] && echo "$top/.venv/bin/python" || echo python3)
-patched() {   # patched TO OPTION...: a patched copy of the sources of llm.c
+# before anything is installed; 3: but for headers that dev/deps.sh brings
+said=$("$python" dev/llmc/patch.py "$source" --check "${own[@]}" 2>&1 >/dev/null) || (($? == 3)) ||
+    die "the patch does not fit this llm.c: $said"
+
+patched() {   # patched TO OPTION...: a patched copy of the sources of llm.c, and of what else the patch knows
     local to=$work/$1
     shift
     rm -rf "$to"
     mkdir -p "$to"
-    (cd "$source" && find . \( -name .git -o -samefile "$top" \) -prune -o -type f \
-        \( -name '*.c' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' -o \
-        -name patch.json \) -print0 | tar --null -T - --mode=u+w -cf -) | tar -xf - -C "$to"
-    "$python" dev/llmc/patch.py "$to" "$@" >"$work/patch.log" 2>&1 ||
-        die "the patch does not fit this llm.c: $(cat "$work/patch.log")"
+    "$python" dev/llmc/patch.py "$source" --files >"$work/patch.files"
+    (cd "$source" && {
+        find . \( -name .git -o -samefile "$top" \) -prune -o -type f \( -name '*.c' -o -name '*.h' -o -name '*.cu' -o \
+            -name '*.cuh' -o -name '*.cpp' -o -name '*.hpp' \) -printf '%P\0'
+        tr '\n' '\0' <"$top/$work/patch.files"
+    } | sort -zu | tar --null -T - --mode=u+w -cf -) | tar -xf - -C "$to"
+    "$python" dev/llmc/patch.py "$to" "$@" >"$work/patch.log" 2>&1 || die "$(cat "$work/patch.log")"
 }
 
 # NVML's library comes with the driver, one to link with comes with the toolkit; llm.c can do without.

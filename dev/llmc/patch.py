@@ -7,13 +7,16 @@
     dev/llmc/patch.py DIR --no-mend NAME  leave a mend of llm.c's own faults out (NAME,NAME; all of them: all)
     dev/llmc/patch.py DIR --drop-own-code replace what a fork has changed inside of the functions that are replaced
     dev/llmc/patch.py DIR --mends-only    only the mends: plain llm.c without these faults, to compare with
+    dev/llmc/patch.py DIR --files         the files of DIR that any of these reads or writes, one a line
 
 Every place to change is found by names that stand there (functions, variables), and has to be found exactly once: else
 nothing is written, and the message names what is missing. DIR/llmc_zero gets the headers, the adapter gpt2.cuh with
 its parts, the record of what was changed (patch.json, unpatched/), and in third_party/ a copy of xxHash and JSON for
-Modern C++, so that the machine that compiles needs neither.
+Modern C++, so that the machine that compiles needs neither. Programs of DIR that are not patched come out as before: what
+is changed in headers that they use, too, is behind #if defined(ZERO_MENDS), which the patched trainer alone defines.
 
-Exit code: 0 done (or, with --check, possible), 1 an anchor is missing or a file cannot be written, 2 wrong usage.
+Exit code: 0 done (or, with --check, possible), 1 an anchor is missing or a file cannot be written, 2 wrong usage, 3 this
+DIR can be patched, but the machine has no xxHash or no JSON.
 """
 
 import argparse
@@ -40,7 +43,12 @@ RECORD = f"{FOLDER}/patch.json"
 
 
 class Problem(Exception):
-    pass
+    """What ends this program, in words."""
+    exit_code = 1
+
+
+class NoHeaders(Problem):
+    exit_code = 3
 
 
 def sha(data):
@@ -75,9 +83,9 @@ def third_party():
         for path in [place / name, *(path for pattern in others for path in sorted(place.glob(pattern)))]:
             files[f"third_party/{path.relative_to(place)}"] = read(path)
     if missing:
-        raise Problem(f"{' and '.join(missing)}: not found in {', '.join(map(str, places))}. Checkpoints need it: "
-                      "install it, or run dev/deps.sh, which needs no root, or name a folder that has it in CPATH. "
-                      "Nothing was changed.")
+        raise NoHeaders(f"{' and '.join(missing)}: not found in {', '.join(map(str, places))}. Checkpoints need it: "
+                        "install it, or run dev/deps.sh, which needs no root, or name a folder that has it in CPATH. "
+                        "Nothing was changed.")
     return files
 
 
@@ -359,6 +367,15 @@ def revert(folder, check):
     print(f"{folder}: reverted: {', '.join(originals)}")
 
 
+def files(folder):
+    """What a copy of the folder must have so that it can be patched and reverted as the folder can."""
+    record = Patched(folder).record or {"files": {}, "headers": {}}
+    changed = {*(e.file for e in EDITS), *(file for m in MENDS for file in m.files), *record["files"]}
+    paths = {RECORD, *changed, *(f"{FOLDER}/unpatched/{path}" for path in changed),
+             *(f"{FOLDER}/{name}" for name in record["headers"])}
+    print("\n".join(path for path in sorted(paths) if (folder / path).is_file()))
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DIR", nargs="?")
@@ -366,6 +383,7 @@ def main(arguments=None):
     parser.add_argument("--revert", action="store_true")
     parser.add_argument("--mends-only", action="store_true")
     parser.add_argument("--drop-own-code", action="store_true")
+    parser.add_argument("--files", action="store_true")
     parser.add_argument("--no-mend", metavar="NAME", action="append", nargs="?", const="all", default=[])
     args = parser.parse_args(arguments)
     names = {m.name for m in MENDS}
@@ -386,13 +404,15 @@ def main(arguments=None):
     try:
         if not folder.is_dir():
             raise Problem(f"{folder} is not a folder")
-        if args.revert:
+        if args.files:
+            files(folder)
+        elif args.revert:
             revert(folder, args.check)
         else:
             patch(folder, left_out, args.mends_only, args.check, args.drop_own_code)
     except Problem as problem:
         print(problem, file=sys.stderr)
-        return 1
+        return problem.exit_code
     return 0
 
 
