@@ -129,7 +129,8 @@ class Plan:
         text, parts = self.source.text, []
         for c in changes:
             span = Span(c.start, c.end)
-            if not c.text.startswith(self.newline) and not (c.text.endswith("\n") and text[:c.end].endswith("\n")):
+            put_in = c.start == c.end and c.text.startswith(self.newline)
+            if not put_in and not (c.text.endswith("\n") and text[:c.end].endswith("\n")):
                 statement = self.source.statement(c.start)   # no #if inside of a macro's arguments
                 end = text.find("\n", max(statement.end, c.end) - 1) + 1
                 span = Span(text.rfind("\n", 0, min(statement.start, c.start)) + 1, end or len(text))
