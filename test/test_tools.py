@@ -36,7 +36,7 @@ def test_deps_does_nothing_the_second_time(what):
 
 def test_deps_refuses_other_words():
     result = run(["dev/deps.sh", "everything"], check=False)
-    assert result.code == 2 and result.err == "usage: dev/deps.sh [test|demo|cuda]\n"
+    assert result.code == 2 and result.err == "usage: dev/deps.sh [test|demo|cuda|lint]\n"
 
 
 def test_mpirun_is_quiet():
