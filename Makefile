@@ -11,6 +11,8 @@ HAS_GPU   := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 DEVICE    ?= $(if $(REAL_NVCC),$(if $(filter-out 0,$(HAS_GPU)),cuda,cpu),cpu)
 JOBS      ?= 2
 export DEVICE
+# What a shell may have set for other programs: modules that hide ours or pip's, asserts left out, other folders for cd.
+unexport PYTHONPATH PYTHONHOME PYTHONOPTIMIZE CDPATH BASH_ENV
 
 ifeq ($(DEVICE),cuda)
   NVCC ?= $(or $(REAL_NVCC),nvcc)
@@ -20,7 +22,7 @@ ifeq ($(DEVICE),cuda)
   DEVICE_FLAGS = -arch=$(ARCH)
 else ifeq ($(DEVICE),cpu)
   NVCC ?= dev/cpu/nvcc
-  DEVICE_DEPENDS := $(wildcard dev/cpu/*)
+  DEVICE_DEPENDS := dev/cpu/nvcc $(wildcard $(addprefix dev/cpu/,*.py *.cpp *.h include/*.h include/*/*.h))
 else
   $(error DEVICE=$(DEVICE): cuda or cpu)
 endif
@@ -53,7 +55,7 @@ comma   := ,
 WARNINGS = -Xcompiler -Wall,-Wextra
 FLAGS    = -O3 -std=c++17 -I. $(WARNINGS) $(DEVICE_FLAGS) $(MPI_FLAGS) $(NCCL_FLAGS)
 LIBS     = $(NCCL_LIBS) -lcublasLt -lnccl $(MPI_LIBS)
-HEADERS := $(wildcard llmc_zero/*.cuh dev/mlp/* test/*.h)
+HEADERS := $(wildcard llmc_zero/*.cuh dev/mlp/*.h dev/mlp/*.cuh test/*.h)
 
 # Unit tests: each test/test_*.cu is a program; test_cpu_*.cu tests dev/cpu itself and has no CUDA build.
 # test/*_program.cu are programs that the pytest files start on several ranks.

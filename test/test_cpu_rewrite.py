@@ -7,21 +7,18 @@ trainer, as it is, on a tiny model in FP32 and BF16, at 1 and 2 ranks.
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from conftest import TOP, run
+from conftest import LONG, TOP, run
 
-sys.path.insert(0, str(TOP / "dev/llmc"))
+sys.path[:0] = [str(TOP / "dev/llmc"), str(TOP / "dev/cpu")]
 import make_files
+import rewrite
 
-# Not imported: that would leave a folder in dev/cpu, on which the Makefile's targets depend.
-rewrite = SimpleNamespace(**runpy.run_path(str(TOP / "dev/cpu/rewrite.py")))
 NVCC = str(TOP / "dev/cpu/nvcc")
 WARNINGS = ["-Xcompiler", "-Wall,-Wextra,-Werror"]
 
@@ -163,7 +160,7 @@ __global__ void reverse2(float* out) {
 
 def build(folder, *words, source="program.cu", check=True):
     command = [NVCC, "-std=c++17", "-O1", *words, source]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG)
     if check:
         assert result.returncode == 0, result.stderr[-4000:]
     return result
@@ -310,7 +307,7 @@ def losses(tmp_path_factory):
         # CUDA_CPU_ROUND: it reduces 4 floats where it has allocated one
         result = run([str(program), "-i", tokens, "-j", tokens, "-e", str(folder / f"{precision}.bin"),
                       "-b", "2", "-t", "64", "-x", "10", "-v", "10", "-m", "1", "-s", "0", "-l", "0.001"],
-                     ranks=ranks, cwd=folder, env={"CUDA_CPU_ROUND": "512"}, timeout=240)
+                     ranks=ranks, cwd=folder, env={"CUDA_CPU_ROUND": "512"})
         return [float(loss) for loss in re.findall(r"^step .*?\| loss ([0-9.]+)", result.out, re.M)]
     return train
 

@@ -4,34 +4,25 @@ What is done, said, kept and refused; whatever goes wrong, no file is changed. t
 comes out of it.
 """
 
-import importlib
 import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 
 import pytest
 
-from conftest import TOP
+from conftest import TOP, run
 
 SMALL = TOP / "test/small_llmc"
 TOOL = TOP / "dev/llmc"
 
 
-def modules(*names):
-    """dev/llmc's modules, without leaving byte code there."""
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    sys.path.insert(0, str(TOOL))
-    try:
-        return [importlib.import_module(name) for name in names]
-    finally:
-        sys.path.remove(str(TOOL))
-        sys.dont_write_bytecode = before
+sys.path.insert(0, str(TOOL))
+import edits
+import mends
+import patch as tool
 
-
-tool, edits, mends = modules("patch", "edits", "mends")
 EDITS = [e.name for e in edits.EDITS]
 MENDS = [m.name for m in mends.MENDS]
 # what is changed in the small trainer; it has no Makefile
@@ -134,10 +125,25 @@ def test_as_a_program(tree, patch, capsys):
             assert patch(flag, folder=folder) == (1, f"{folder} is not a folder\n")
     assert snapshot(tree) == before
     for words, code in ((["--drop-own-code"], 0), (["--revert"], 0), (["--no-mend", "nothing"], 2), (["nowhere"], 2)):
-        result = subprocess.run([sys.executable, TOOL / "patch.py", tree, *words], capture_output=True,
-                                text=True)
-        assert result.returncode == code and "Traceback" not in result.stderr
-    assert not (TOOL / "__pycache__").exists() and contents(tree) == contents(SMALL)
+        result = run([sys.executable, TOOL / "patch.py", tree, *words], check=False)
+        assert result.code == code and "Traceback" not in result.err
+    assert contents(tree) == contents(SMALL)
+
+
+def test_byte_code(tree, tmp_path):
+    """None is left in this checkout, whatever Python would do; folders of it that are there already are in nobody's way."""
+    checkout = tmp_path / "checkout"
+    for folder in ("dev/llmc", "llmc_zero"):
+        shutil.copytree(TOP / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / ".venv").symlink_to(TOP / ".venv")
+    for folders in ([], [checkout / "dev/llmc", checkout / "llmc_zero", tree, tree / "llmc"]):
+        for folder in folders:
+            (folder / "__pycache__").mkdir()
+            (folder / "__pycache__/edits.cpython-39.pyc").write_bytes(b"of another day")
+        before = contents(checkout), contents(tree)
+        for flag in ("--drop-own-code", "--revert"):
+            run([sys.executable, checkout / "dev/llmc/patch.py", tree, flag])
+        assert (contents(checkout), contents(tree)) == before
 
 
 @pytest.mark.parametrize("ends", ["\r\n", "\n"])
