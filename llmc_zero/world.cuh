@@ -74,6 +74,9 @@ typedef struct ncclComm* ncclComm_t;
 #ifndef ZERO_WORLD_LOCK_COMMAND      /* the tests set it to -1: a folder without locks */
 #define ZERO_WORLD_LOCK_COMMAND F_OFD_SETLK
 #endif
+#ifndef ZERO_WORLD_PATIENCE /* seconds; so do the tests with this one */
+#define ZERO_WORLD_PATIENCE 2.0
+#endif
 
 typedef struct ZeroWorldConfig {
     const char* method;  /* "mpi", "fs"; NULL or "": MPI where it is compiled in, else one process alone */
@@ -386,7 +389,7 @@ static inline ZeroResult zero_world_fs_open(ZeroWorld* world, const ZeroWorldCon
 
 /* Seconds for which what another process says of itself may be the last sign of one that is just ending. */
 static inline double zero_world_patience(const ZeroWorld* world) {
-    return world->timeout_s < 4 ? world->timeout_s / 2 : 2;
+    return world->timeout_s < 2 * ZERO_WORLD_PATIENCE ? world->timeout_s / 2 : ZERO_WORLD_PATIENCE;
 }
 
 /* This process takes its rank, unless a living one keeps it. */

@@ -1,13 +1,23 @@
-/* test/save_program.cu - how long a checkpoint takes, and how much host memory: 80,040,000 parameters with Adam's state, the
-   recipe's model, saved and loaded.
+/* test/save_program.cu - how long a checkpoint takes, what it reads and writes, and how much host memory: 80,040,000
+   parameters with Adam's state, the recipe's model, saved and loaded.
 
        mpirun -np N build/test/save_program FILE
 
-   It saves to a new name, loads, saves over that file, and loads. Prints the seconds and how much this process's own memory
-   grew meanwhile at most, the largest of all ranks. Own (RssAnon): in the CPU build device memory is shared memory, which a
-   rank maps when it gathers from another for the first time; that is counted beside it (RssShmem). */
+   It saves to a new name, loads, saves over that file, and loads. Prints the seconds, the bytes that all ranks wrote and
+   read, and how much a process's own memory grew meanwhile at most, the largest of all ranks. Own (RssAnon): in the CPU
+   build device memory is shared memory, which a rank maps when it gathers from another for the first time; that is
+   counted beside it (RssShmem). */
+#include <unistd.h>
 #include <atomic>
 #include <thread>
+
+static std::atomic<size_t> bytes_written{0}, bytes_read{0};
+static ssize_t counted(std::atomic<size_t>& sum, ssize_t n) {
+    if (n > 0) sum += (size_t)n;
+    return n;
+}
+#define pwrite(...) counted(bytes_written, (pwrite)(__VA_ARGS__))
+#define pread(...) counted(bytes_read, (pread)(__VA_ARGS__))
 
 #include "../llmc_zero/checkpoint.cuh"
 #include "../llmc_zero/llmc_zero.cuh"
@@ -37,16 +47,22 @@ struct Measure {
         }
     }};
     ZeroResult end(ZeroWorld* world, const char* what) {
-        double mine[3] = {zero_world_now() - start, 0.0, 0.0}, all[3 * 64], largest[3] = {0.0, 0.0, 0.0};
+        double mine[5] = {zero_world_now() - start}, all[5 * 64], largest[3] = {}, sum[2] = {};
         stop = 1;
         watch.join();
         mine[1] = most, mine[2] = memory_of("RssShmem") - shared;
+        mine[3] = (double)bytes_written.exchange(0), mine[4] = (double)bytes_read.exchange(0);
         if (world->ranks > 64) return zero_error(ZERO_ERROR_ARGUMENT, "%d ranks; at most 64", world->ranks);
         ZERO_TRY(zero_world_gather(world, mine, sizeof(mine), all));
-        for (int i = 0; i < 3 * world->ranks; i++) largest[i % 3] = std::max(largest[i % 3], all[i]);
+        for (int i = 0; i < 5 * world->ranks; i++)
+            if (i % 5 < 3)
+                largest[i % 5] = std::max(largest[i % 5], all[i]);
+            else
+                sum[i % 5 - 3] += all[i];
         if (world->rank == 0)
-            printf("%s: %.3f s, host memory + %.1f MB a rank, shared + %.1f MB\n", what, largest[0],
-                   1e-6 * largest[1], 1e-6 * largest[2]);
+            printf(
+                "%s: %.3f s: written %.1f MB, read %.1f MB, host memory + %.1f MB a rank, shared + %.1f MB\n",
+                what, largest[0], 1e-6 * sum[0], 1e-6 * sum[1], 1e-6 * largest[1], 1e-6 * largest[2]);
         fflush(stdout);
         return zero_ok();
     }

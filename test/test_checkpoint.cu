@@ -688,7 +688,7 @@ TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
                   {"pread", EIO, 0, 0},       {"pread", EIO, 1, 0},
                   {"pread", 0, 1, 1}};
     ZeroConfig config = config_of(1);
-    config.timeout_s = 10.0; /* whoever is left alone in an exchange says so */
+    config.timeout_s = 300.0; /* whoever is left alone in an exchange says so */
     Model m(world.ranks, config, {ZERO_FP32, {300, 7}});
     OK(m.result);
     m.fill();
@@ -738,7 +738,7 @@ TEST(Checkpoint, EveryCallOfTheSystemMayFail) {
 /* Nothing that a resume does on one rank alone may leave the others waiting. */
 TEST(Folder, AResumeThatGetsNoMemoryFailsOnAllRanks) {
     ZeroConfig config = config_of(1);
-    config.timeout_s = 10.0;
+    config.timeout_s = 300.0;
     Model m(world.ranks, config, {ZERO_FP32, {300, 7}});
     ZeroCheckpoint what = zero_checkpoint();
     OK(m.result);

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 import test_cpu_rewrite
-from conftest import TOP, run, slow
+from conftest import LONG, TOP, end, run, slow, start
 
 sys.path.insert(0, str(TOP / "dev/llmc"))
 import make_files
 
 LLMC = os.environ.get("LLMC_DIR")
-pytestmark = [pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c"),
-              pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.skipif(not LLMC, reason="LLMC_DIR names no checkout of llm.c")
 PATCH = str(TOP / "dev/llmc/patch.py")
 STEPS = 20
 
@@ -88,7 +87,7 @@ def train(work, build):
         # plain llm.c reduces 4 floats where it has allocated one
         env = {**({"CUDA_CPU_ROUND": "512"} if kind == "plain" else {}), **(env or {})}
         result = run([str(build(kind, precision)), *words_of(work, precision, folder, steps, flags)],
-                     ranks=ranks, cwd=work, env=env, timeout=600, check=check)
+                     ranks=ranks, cwd=work, env=env, timeout=LONG, check=check)
         if not check:
             return result
         log = (folder / "main.log").read_text().splitlines()
@@ -419,7 +418,7 @@ def test_outliers_are_skipped_alike(train):
     (["-z", 1, "-R", "allreduce"], "allreduce works in stage 0")])
 def test_bad_flags(train, flags, words):
     result = train("patched", "FP32", 2, *flags, steps=1, check=False)
-    assert result.code != 0 and words in result.out + result.err and result.seconds < 30
+    assert result.code != 0 and words in result.out + result.err
 
 
 def test_its_own_test(work, build):
@@ -458,11 +457,10 @@ def test_without_nccl_and_without_mpi(work, train, build):
     folder = work / "by folder"
     folder.mkdir()
     words = words_of(work, "FP32", folder, 3, ["-z", 1, "-pi", "fs", "-pf", folder, "-pn", 2])
-    ranks = [subprocess.Popen([build("patched", mpi=False), *words, "-pr", str(rank)], cwd=work, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in (0, 1)]
+    ranks = [start([build("patched", mpi=False), *words, "-pr", rank], cwd=work) for rank in (0, 1)]
     for process in ranks:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out[-2000:]
+        _, err = end(process)
+        assert process.returncode == 0, err[-2000:]
     assert (folder / "model_00000003.bin").read_bytes() == expected.model
 
 
@@ -484,4 +482,4 @@ def test_profile_runs_one_layer_of_two(work, build):
     folder = work / "profile"
     folder.mkdir()
     (folder / "gpt2_124M_bf16.bin").write_bytes(header.tobytes() + values.astype(bfloat16).tobytes())
-    run([str(build("patched", "BF16", "profile_gpt2.cu", multi_gpu=False))], cwd=folder, timeout=900)
+    run([str(build("patched", "BF16", "profile_gpt2.cu", multi_gpu=False))], cwd=folder, timeout=LONG)

@@ -21,7 +21,7 @@ import pytest
 import xxhash
 
 import hashes
-from conftest import TOP, run, slow
+from conftest import LONG, TOP, end, own_lines, run, slow, start
 
 SMALL = TOP / "test/small_llmc"
 C = 23   # channels, in all runs that do not say otherwise
@@ -76,7 +76,7 @@ def program(tmp_path_factory):
             if "-DUSE_MPI" in defines:
                 words += ["-DOMPI_SKIP_MPICXX", *mpi("compile"), *mpi("link")]
             result = subprocess.run([*words, "-o", made, source], cwd=tree, capture_output=True, text=True,
-                                    timeout=300)
+                                    timeout=LONG)
             assert result.returncode == 0, result.stderr[-4000:]
         return made
     return build
@@ -122,7 +122,7 @@ def state_of(path):
 DEFAULT = "-b 2 -t 9 -x 4 -n 4"
 
 
-def run_lines(program, ranks, folder, lines, timeout=120):
+def run_lines(program, ranks, folder, lines):
     """lines: 'NAME=VALUE ... flags'; DEFAULT comes before each, a later flag wins. Returns their Outcomes."""
     folders = [folder / f"{ranks} ranks, line {i}" for i in range(len(lines))]
     script = ["R=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-0}}"]
@@ -135,7 +135,7 @@ def run_lines(program, ranks, folder, lines, timeout=120):
         printed = shlex.quote(str(out)) + "/out.$R"
         script.append(f"{command} -pr $R > {printed} 2>&1 || {{ cat {printed}; exit 1; }}")
     (folder / f"lines{ranks}.sh").write_text("\n".join(script) + "\n")
-    run(["sh", folder / f"lines{ranks}.sh"], ranks=ranks if ranks > 1 else None, timeout=timeout)
+    run(["sh", folder / f"lines{ranks}.sh"], ranks=ranks if ranks > 1 else None, timeout=LONG)
     return [Outcome(out) for out in folders]
 
 
@@ -271,9 +271,9 @@ def test_model_files_are_the_same_to_both(program, tmp_path):
 
 # ---------------------------------------------------------------------------- save, resume
 
-def continued(folder, start, step):
+def continued(folder, begin, step):
     """A copy of a run's folder, as if it had ended at a step."""
-    shutil.copytree(start.folder, folder, ignore=shutil.ignore_patterns("id", "out.*"))
+    shutil.copytree(begin.folder, folder, ignore=shutil.ignore_patterns("id", "out.*"))
     for path in folder.iterdir():
         number = re.search(r"_(\d{8})", path.name)
         if number and int(number[1]) > step:
@@ -379,7 +379,7 @@ def test_tensors_have_their_shapes(program, tmp_path):
 
 def resume(program, ranks, folder, *flags, **more):
     words = [program("fp32"), *DEFAULT.split(), *flags, "-y", "1", "-o", folder]
-    return run(words, ranks=ranks, timeout=30, check=False, **more)
+    return run(words, ranks=ranks, check=False, **more)
 
 
 @pytest.fixture(scope="module")
@@ -420,8 +420,8 @@ def test_a_temporary_file_of_a_broken_save_goes(program, saved, tmp_path):
 def test_rotation(program, tmp_path):
     outcome = run_lines(program("fp32"), 2, tmp_path, ["-x 7 -n 2 -nk 2"])[0]
     names = {path.name for path in outcome.folder.iterdir()}
-    for prefix, end in (("step", ".safetensors"), ("model", ".bin"), ("DONE", "")):
-        expected = {f"{prefix}_{step:08}{end}" for step in (4, 6, 7)}
+    for prefix, suffix in (("step", ".safetensors"), ("model", ".bin"), ("DONE", "")):
+        expected = {f"{prefix}_{step:08}{suffix}" for step in (4, 6, 7)}
         assert {name for name in names if name.startswith(prefix)} == expected
 
 
@@ -433,11 +433,10 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_older(program, saved, tmp_
     assert not (folder / "DONE_00000004").exists() and state_of(folder / "step_00000002.safetensors") == saved.state(2)
 
 
-def start_two(program, folder, *flags):
+def start_two(program, folder, *flags, env=None):
     """Two ranks without mpirun, which would end one when the other ends."""
     words = [program("fp32"), *DEFAULT.split(), *"-pi fs -pn 2".split(), "-o", folder, "-pf", folder, *flags]
-    return [subprocess.Popen([*words, "-pr", str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for rank in (0, 1)]
+    return [start([*words, "-pr", rank], env) for rank in (0, 1)]
 
 
 def wait_for_step_5(folder, process):
@@ -452,41 +451,36 @@ def test_sigterm_saves_and_ends(program, tmp_path, stage):
     folder = tmp_path / "o"
     folder.mkdir()
 
-    def start(*flags):
-        return start_two(program, folder, "-z", str(stage), *flags)
-
-    ranks = start("-x", "100000", "-n", "100000")
+    ranks = start_two(program, folder, "-z", stage, "-x", "100000", "-n", "100000")
     wait_for_step_5(folder, ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=30) for process in ranks]
+    outputs = [end(process) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     step = int(re.search(r"stopped by a signal after step (\d+), which is saved: -y 1 resumes", outputs[0][0])[1])
     assert (folder / f"DONE_{step:08}").exists() and len((folder / "main.log").read_text().split("\n")) == step + 1
     (folder / "id").unlink()
-    end = step + 9
-    ranks = start("-x", str(end), "-n", "3", "-y", "1", "-nk", "1")
-    outputs = [process.communicate(timeout=60) for process in ranks]
+    last = step + 9
+    ranks = start_two(program, folder, "-z", stage, "-x", last, "-n", "3", "-y", "1", "-nk", "1")
+    outputs = [end(process) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0] and f"resumed from step {step}" in outputs[0][0]
     assert not list(folder.glob(f"*_{step:08}*"))
-    straight = run_lines(program("fp32"), 2, tmp_path, [f"-z {stage} -x {end} -n {end}"])[0]
+    straight = run_lines(program("fp32"), 2, tmp_path, [f"-z {stage} -x {last} -n {last}"])[0]
     assert (folder / "main.log").read_text() == straight.log
-    assert state_of(folder / f"step_{end:08}.safetensors") == straight.state(end)
+    assert state_of(folder / f"step_{last:08}.safetensors") == straight.state(last)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
-    """In words, soon, and without another checkpoint, in whichever collective it waits."""
-    ranks = start_two(program, tmp_path, "-z", str(stage), "-x", "100000", "-n", "100000")
+    """In words, by itself, and without another checkpoint, in whichever collective it waits."""
+    ranks = start_two(program, tmp_path, "-z", stage, "-x", "100000", "-n", "100000")
     wait_for_step_5(tmp_path, ranks[0])
     ranks[victim].kill()
-    start, survivor = time.monotonic(), ranks[1 - victim]
-    _, err = survivor.communicate(timeout=60)
-    ranks[victim].communicate()
-    assert survivor.returncode not in (0, None) and time.monotonic() - start < 10
-    assert "remote process exited" in err, err
+    survivor = ranks[1 - victim]
+    _, err = end(survivor)
+    assert survivor.returncode != 0 and "remote process exited" in err, err
     if "small_llmc: cannot go on" not in err:   # the trainer's own sum of the losses sees it, too
-        assert err.startswith(f"[llmc_zero ERROR] rank {1 - victim} of 2 at file"), err
+        assert len(own_lines(err, f"[llmc_zero ERROR] rank {1 - victim} of 2 at file")) == 1, err
         assert f"rank {victim} is dead" in err and "collectives.cuh:" in err, err   # the reason, and not cut off
     assert not list(tmp_path.glob("step_*")) and not list(tmp_path.glob("DONE_*"))
 
@@ -496,20 +490,26 @@ def test_kill_at_random_moments(program, tmp_path):
     """Of a run that does little but save: never a bad file under a good name, never more than one interval lost."""
     rng, folder, saved = random.Random(1), tmp_path / "o", 0
     folder.mkdir()
+
+    def newest():
+        return max((int(path.name[5:]) for path in folder.glob("DONE_*")), default=0)
+
     for _ in range(30):
         (folder / "id").unlink(missing_ok=True)
-        words = [program("fp32"), *DEFAULT.split(), *"-z 1 -x 100000 -n 1 -nk 2 -y 1 -pi fs -pn 2".split()]
-        ranks = [subprocess.Popen([*words, "-o", folder, "-pf", folder, "-pr", str(rank)], text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in (0, 1)]
-        time.sleep(0.3 + 0.4 * rng.random())
+        saves = rng.randrange(-6, 14)   # up to 0: about its start, where NCCL's time limit alone finds who is missing
+        ranks = start_two(program, folder, *"-z 1 -x 100000 -n 1 -nk 2 -y 1".split(),
+                          env={"CUDA_CPU_TIMEOUT": "20"} if saves <= 0 else None)
+        while not (folder / "id").exists() or (saves > 0 and newest() < saved + saves):
+            time.sleep(0.005)
+            assert ranks[0].poll() is None
+        time.sleep(rng.random() * (0.1 if saves > 0 else 0.5))
         for process in ranks if rng.random() < 0.5 else [rng.choice(ranks)]:
             process.kill()
-        out = [process.communicate(timeout=60) for process in ranks][0][0]
+        out = [end(process) for process in ranks][0][0]
         resumed = re.search(r"resumed from step (\d+)", out)
         assert "passed over" not in out and (not resumed or int(resumed[1]) >= saved), out
-        done = [int(path.name[5:]) for path in folder.glob("DONE_*")]
-        saved = max(done, default=0)
-    assert saved > 20
+        saved = newest()
+    assert saved > 30
 
 
 # ---- refused
@@ -634,7 +634,8 @@ def test_under_mpi_alone(program, tmp_path):
     for name in ("fp32", "mended"):
         (tmp_path / name).mkdir()
         result = run([program(name), *DEFAULT.split(), "-z", "1", "-o", tmp_path / name], ranks=2)
-        assert result.out.count("step 3 loss") == 1 and not result.err
+        assert result.out.count("step 3 loss") == 1
+        assert not own_lines(result.err, "small_llmc", "[llmc_zero", "mpirun", "MPI"), result.err
     assert (tmp_path / "fp32/main.log").read_text() == expected.log
     assert (tmp_path / "fp32/model_00000004.bin").read_bytes() == expected.model
     assert len((tmp_path / "mended/main.log").read_text().split("\n")) == 5
@@ -654,8 +655,7 @@ def test_bad_flags(program, tmp_path):
         ranks = 3 if flags in ("-K wide", "-z 4", "-z 1 -R allreduce") else None
         where = [] if ranks else ["-pi", "fs", "-pf", tmp_path]
         (tmp_path / "id").unlink(missing_ok=True)
-        result = run([program("fp32"), *where, "-x", "1", *flags.split()], ranks=ranks, check=False,
-                     timeout=30)
+        result = run([program("fp32"), *where, "-x", "1", *flags.split()], ranks=ranks, check=False)
         assert result.code != 0 and message in result.out + result.err, (flags, result)
         assert "step 0" not in result.out
         said = [line for line in (result.out + result.err).split("\n") if message in line]

@@ -2,7 +2,7 @@
 
 import re
 
-from conftest import TOP, run
+from conftest import LONG, TOP, run
 
 README = (TOP / "README.md").read_text()
 
@@ -30,8 +30,11 @@ def test_the_example_compiles_and_runs(tmp_path):
     example = example.replace("/* backward of unit u */", write)
     (tmp_path / "example.cu").write_text(AROUND % example)
     program = tmp_path / "example"
+    folder = tmp_path / "a space"
+    folder.mkdir()
     run([str(TOP / "dev/cpu/nvcc"), "-std=c++17", "-O1", "-I.", "-Xcompiler", "-Wall,-Wextra,-Werror",
-         str(tmp_path / "example.cu"), "-o", str(program), "-lnccl"], timeout=120)
+         str(tmp_path / "example.cu"), "-o", str(program), "-lnccl"],
+        env={"TMPDIR": folder}, timeout=LONG)
     assert run([str(program)]).out.endswith("done\n")
 
 

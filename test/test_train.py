@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-from conftest import TOP, run, slow
+from conftest import LONG, TOP, run, slow
 from train_lines import STREAM_MODES, check_ok, run_lines
 
 ORACLE = json.loads((TOP / "test/data/torch_mlp.json").read_text())["runs"]
@@ -138,7 +138,7 @@ ORDERED_PLANS = ("-K 0", "-K unit", "-K 0.05")
 
 def check_ordered(lines, ranks, groups, folder):
     """Equal bits in each of so many groups, and different ones between types."""
-    outcomes, _ = run_lines(lines, ranks, folder, timeout=600)
+    outcomes, _ = run_lines(lines, ranks, folder)
     check_ok(outcomes, lines)
     size = len(lines) // groups
     bits = []
@@ -214,7 +214,7 @@ def test_a_build_without_the_reduction_fails(tmp_path):
     program = tmp_path / "train_program"
     build = (f"{compiler} {flags.replace('-O3', '-O0')} -include test/no_reduction.h test/train_program.cu "
              f"-o {program} -lcublasLt{libraries}")
-    run(["bash", "-c", build], timeout=300)
+    run(["bash", "-c", build], timeout=LONG)
     lines = on_off_lines(TYPES["fp32"], STREAM_MODES[:1], ["-d 20"])
     lines.append(lines[0] + " -R allreduce")
     whole, _ = run_lines(lines, 2, tmp_path / "whole", program=program)
@@ -314,7 +314,7 @@ def recipe(tmp_path_factory):
     """The recipe itself, on two ranks, in each stage."""
     folder = tmp_path_factory.mktemp("recipe")
     for stage in (0, 1, 2, 3):
-        run(["./train_mlp", "-z", str(stage), "-o", str(folder / f"z{stage}")], ranks=2, timeout=120)
+        run(["./train_mlp", "-z", str(stage), "-o", str(folder / f"z{stage}")], ranks=2, timeout=LONG)
     yield [(json.loads((folder / f"z{stage}/summary.json").read_text()), (folder / f"z{stage}/main.log").read_text())
            for stage in (0, 1, 2, 3)]
     shutil.rmtree(folder)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conftest import TOP, run
+from conftest import GIVE_UP, TOP, end, run, start
 import launch
 
 PROGRAM = TOP / "build" / "test" / "world_program"
@@ -20,7 +20,8 @@ def program():
     subprocess.run(["make", str(PROGRAM.relative_to(TOP))], cwd=TOP, check=True, stdout=subprocess.DEVNULL)
 
 
-def program_args(method, folder, ranks, rank, action, timeout=20, gpus=0):
+def program_args(method, folder, ranks, rank, action, timeout=600, gpus=0):
+    """timeout: how long a rank waits for another. By default longer than this test waits (GIVE_UP)."""
     return [PROGRAM, method, folder, ranks, rank, timeout, gpus, *action.split()]
 
 
@@ -33,13 +34,9 @@ def mpi_run(ranks, action, **options):
 class Rank:
     """One process of a folder run. Each has a NCCL_HOSTID of its own, so that they may share one GPU."""
 
-    def __init__(self, folder, ranks, rank, action, timeout=20, gpus=0, method="fs", **env):
-        args = [str(arg) for arg in program_args(method, folder, ranks, rank, action, timeout, gpus)]
-        env = {"NCCL_HOSTID": f"test{rank}", "NCCL_SOCKET_IFNAME": "lo", "SLURM_JOB_ID": None,
-               "CUDA_CPU_TIMEOUT": "30", **env}
-        env = launch.environment(env)
-        self.process = subprocess.Popen(args, env=env, text=True, stdin=subprocess.DEVNULL,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def __init__(self, folder, ranks, rank, action, method="fs", timeout=600, gpus=0, **env):
+        args = program_args(method, folder, ranks, rank, action, timeout, gpus)
+        self.process = start(args, {"NCCL_HOSTID": f"test{rank}", "NCCL_SOCKET_IFNAME": "lo", **env})
 
     def wait_for_line(self):
         """Until the program says on stderr that it is running."""
@@ -47,21 +44,20 @@ class Rank:
             if line.startswith("running"):
                 return
 
-    def end(self, timeout=30):
+    def end(self):
         """Exit code, output and errors."""
-        try:
-            out, err = self.process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            out, err = self.process.communicate()
-            pytest.fail(f"no end after {timeout} s: {self.process.args}\n{out}\n{err}")
+        out, err = end(self.process)
         return self.process.returncode, out, err.strip()
 
 
-def folder_run(folder, ranks, action, timeout=20, gpus=0, **env):
+def folder_run(folder, ranks, action, **options):
     """All ranks of one run, the last first: [(code, out, err), ...] in rank order."""
-    started = [Rank(folder, ranks, rank, action, timeout, gpus, **env) for rank in reversed(range(ranks))]
-    return [rank.end() for rank in reversed(started)]
+    ranks = [Rank(folder, ranks, rank, action, **options) for rank in reversed(range(ranks))]
+    return [rank.end() for rank in reversed(ranks)]
+
+
+# For a run that starts while the one before may still be leaving: how long that takes is the machine's affair.
+PATIENT = {"WORLD_PATIENCE": "500"}
 
 
 def kill_running(ranks):
@@ -117,7 +113,6 @@ def test_agree(who, text, tmp_path):
 
 def test_abort(tmp_path):
     """LC22: one rank leaves with an error; the others do not wait."""
-    start = time.monotonic()
     ended = folder_run(tmp_path, 3, "abort 1")
     assert [code for code, _, _ in ended] == [3, 3, 3]
     assert ended[1][2] == "leaving on purpose"
@@ -125,7 +120,6 @@ def test_abort(tmp_path):
         assert re.fullmatch(r"rank \d ended the run with code 3", ended[rank][2]), ended
     result = mpi_run(3, "abort 1", check=False)
     assert result.code != 0 and "leaving on purpose" in result.err
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -134,8 +128,8 @@ def test_kill_and_start_again(victim, tmp_path):
     ranks = [Rank(tmp_path, 2, rank, "gather") for rank in (1, 0)][::-1]
     ranks[1].wait_for_line()
     ranks[victim].process.send_signal(signal.SIGKILL)
-    again = [Rank(tmp_path, 2, rank, "ids") for rank in (1, 0)]
-    code, _, err = ranks[1 - victim].end(10)
+    again = [Rank(tmp_path, 2, rank, "ids", **PATIENT) for rank in (1, 0)]
+    code, _, err = ranks[1 - victim].end()
     assert code == 3 and f"rank {victim} has died" in err
     for rank in again:
         assert rank.end()[0] == 0
@@ -149,7 +143,7 @@ def test_kill_both_and_start_again(tmp_path):
         running[0].wait_for_line()
         for rank in running:
             rank.process.kill()
-        ended = folder_run(tmp_path, 2, "ids")
+        ended = folder_run(tmp_path, 2, "ids", **PATIENT)
         assert [code for code, _, _ in ended] == [0, 0], ended
         for rank in running:
             rank.end()
@@ -157,11 +151,11 @@ def test_kill_both_and_start_again(tmp_path):
 
 
 def test_killed_without_locks(tmp_path):
-    """Without locks the time limit ends it."""
-    ranks = [Rank(tmp_path, 2, rank, "gather", timeout=2, WORLD_NO_LOCKS="1") for rank in (0, 1)]
+    """Without locks the time limit ends it: that of rank 0, once both have met."""
+    ranks = [Rank(tmp_path, 2, rank, action, WORLD_NO_LOCKS="1") for rank, action in ((0, "gather 2"), (1, "gather"))]
     ranks[0].wait_for_line()
     ranks[1].process.kill()
-    code, _, err = ranks[0].end(10)
+    code, _, err = ranks[0].end()
     assert code == 3 and "no word from rank 1 within 2 s" in err
     ranks[1].end()
     ended = folder_run(tmp_path, 2, "ids", WORLD_NO_LOCKS="1")
@@ -172,7 +166,7 @@ def test_runs_one_after_another(tmp_path):
     """The next run starts while the last one's other ranks may still be leaving."""
     late = []
     for _ in range(8):
-        ranks = [Rank(tmp_path, 3, rank, "ids") for rank in range(3)]
+        ranks = [Rank(tmp_path, 3, rank, "ids", **PATIENT) for rank in range(3)]
         assert ranks[0].end()[0] == 0
         late += ranks[1:]
     assert [rank.end()[0] for rank in late] == [0] * 16
@@ -183,7 +177,7 @@ def test_two_jobs_in_one_folder(tmp_path):
     """Job a runs all the time while job b starts, works and ends."""
     a = [Rank(tmp_path, 2, rank, "gather", LLMC_ZERO_JOB="a") for rank in (0, 1)]
     a[0].wait_for_line()
-    b = folder_run(tmp_path, 2, "ids", LLMC_ZERO_JOB="b", timeout=5)
+    b = folder_run(tmp_path, 2, "ids", LLMC_ZERO_JOB="b")
     assert [code for code, _, _ in b] == [0, 0], b
     kill_running(a)
     assert [name for name in os.listdir(tmp_path) if ".b." in name] == []
@@ -193,26 +187,31 @@ def test_two_jobs_in_one_folder(tmp_path):
 def test_a_running_rank_keeps_its_place(rank, tmp_path):
     running = [Rank(tmp_path, 2, r, "gather") for r in (0, 1)]
     running[0].wait_for_line()
-    code, _, err = Rank(tmp_path, 2, rank, "ids", timeout=2).end(5)
+    code, _, err = Rank(tmp_path, 2, rank, "ids").end()
     assert code == 1 and f"rank {rank} is taken by process {running[rank].process.pid} on host" in err
-    time.sleep(0.2)
     kill_running(running)
 
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_same_rank_twice(locks, tmp_path):
+    """One of the two leaves with a line; the other one waits, and runs when rank 0 is there."""
     env = {} if locks else {"WORLD_NO_LOCKS": "1"}
-    ended = [rank.end(10) for rank in [Rank(tmp_path, 2, 1, "ids", timeout=2, **env) for _ in range(2)]]
-    assert [code for code, _, _ in ended] == [1, 1]
-    assert all(err.count("\n") == 0 and err for _, _, err in ended)
-    assert any("same rank twice" in err for _, _, err in ended)
+    twice = [Rank(tmp_path, 2, 1, "ids", **env) for _ in range(2)]
+    until = time.monotonic() + GIVE_UP
+    while all(rank.process.poll() is None for rank in twice):
+        assert time.monotonic() < until, "both wait"
+        time.sleep(0.02)
+    first = Rank(tmp_path, 2, 0, "ids", **env)
+    ended = sorted(rank.end() for rank in twice)
+    assert [code for code, _, _ in ended] == [0, 1] and first.end()[0] == 0, ended
+    assert "same rank twice" in ended[1][2] and "\n" not in ended[1][2]
 
 
 @pytest.mark.parametrize("args, text", [
     ((2, 2), "rank 2 of 2 ranks: it must be 0 to 1"), ((0, 0), "0 ranks"), ((2, -1), "rank -1 of 2 ranks"),
     ((2, 0), "missing: rank 1")])
 def test_bad_start(args, text, tmp_path):
-    code, _, err = Rank(tmp_path, *args, "ids", timeout=0.5).end(5)
+    code, _, err = Rank(tmp_path, *args, "ids", timeout=0.5).end()
     assert code == 1 and text in err and "\n" not in err
 
 
@@ -221,7 +220,7 @@ def test_bad_start(args, text, tmp_path):
     ("/" + "x" * 5000, "has 5001 characters")])
 def test_bad_folder(folder, text):
     """LC32 among them."""
-    for code, _, err in folder_run(folder, 2, "ids", timeout=2):
+    for code, _, err in folder_run(folder, 2, "ids"):
         assert code == 1 and text in err and "\n" not in err
 
 
@@ -261,12 +260,12 @@ def test_nccl_error_reaches_all_ranks(tmp_path):
 
 @pytest.mark.parametrize("action", ["loop", "stuck"])
 def test_kill_during_wait(action, tmp_path):
-    """J1, in a folder: the survivor ends within 10 s, whether or not NCCL sees the dead peer."""
+    """J1, in a folder: the survivor ends, and long before its time limit, whether or not NCCL sees the dead peer."""
     ranks = [Rank(tmp_path, 2, rank, action) for rank in (0, 1)]
     for rank in ranks:
         rank.wait_for_line()
     ranks[1].process.kill()
-    code, _, err = ranks[0].end(10)
+    code, _, err = ranks[0].end()
     assert code not in (0, None) and err
     assert action == "loop" or err == "rank 1 has died or left without a word"
     ranks[1].end()
@@ -281,9 +280,8 @@ def test_kill_during_wait_under_mpirun():
     mpi_run(1, "ids")
     share_a_gpu = 'NCCL_HOSTID=test$OMPI_COMM_WORLD_RANK NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
     args = launch.command(2, ["bash", "-c", share_a_gpu, *program_args("mpi", "-", 0, 0, "loop")])
-    process = subprocess.Popen(args, env=launch.environment(), text=True, stdin=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = start(args)
     pid = int(next(line for line in process.stderr if line.startswith("running")).split()[1])
     os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    end(process)
     assert process.returncode != 0

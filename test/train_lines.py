@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from conftest import TOP, run
+from conftest import LONG, TOP, run
 
 STREAM_MODES = ["", "CUDA_CPU_STREAMS=lazy", "CUDA_CPU_STREAMS=rush:0", "CUDA_CPU_STREAMS=rush:1",
                 "CUDA_CPU_STREAMS=rush:2 CUDA_CPU_SCHED=rev", "CUDA_CPU_STREAMS=threads"]
@@ -27,13 +27,13 @@ class Outcome:
         return [float(value) for value in re.findall(rf"\b{name}:(\S+)", self.log)]
 
 
-def run_lines(lines, ranks, folder, timeout=240, program=PROGRAM, env=None):
+def run_lines(lines, ranks, folder, program=PROGRAM, env=None):
     """lines: flags, or 'NAME=VALUE ... flags'; returns their Outcomes in order, and everything printed."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     folders = [folder / f"line{i}" for i in range(len(lines))]
     (folder / "lines.txt").write_text("".join(f"{line} -o {out}\n" for line, out in zip(lines, folders)))
-    result = run([str(TOP / program), str(folder / "lines.txt")], ranks=ranks, timeout=timeout, env=env)
+    result = run([str(TOP / program), str(folder / "lines.txt")], ranks=ranks, timeout=LONG, env=env)
     errors = {}
     for number, error in re.findall(r"^line (\d+): (ok|error: .*)$", result.out, re.M):
         errors[int(number) - 1] = None if error == "ok" else error[len("error: "):]

@@ -5,15 +5,16 @@
    ids       start, gather in several sizes, agree, finish
    fail R    ranks of the string R (like "13") hand an error of their own to agree; "=" all, the same text
    abort R   rank R leaves with zero_world_abort(3) while the others gather
-   gather    gathers until it is killed
+   gather S  gathers until it is killed, with a time limit of S seconds, if given, from the first gather on
    device    rank, device, an all-reduce and zero_world_wait
    loop      all-reduces until it is killed
    stuck     rank 0 waits for a stream that is never done; the others sleep until they are killed
    caller    the program itself starts and ends MPI, before and after
 */
 #include <stdlib.h>
-/* WORLD_NO_LOCKS=1: as in a folder without file locks */
+/* WORLD_NO_LOCKS=1: as in a folder without file locks; WORLD_PATIENCE: seconds */
 #define ZERO_WORLD_LOCK_COMMAND (getenv("WORLD_NO_LOCKS") != NULL ? -1 : F_OFD_SETLK)
+#define ZERO_WORLD_PATIENCE (getenv("WORLD_PATIENCE") != NULL ? atof(getenv("WORLD_PATIENCE")) : 2.0)
 #include <cuda_runtime.h>
 /* a stream that is never done, on every device */
 static int never_done;
@@ -78,7 +79,7 @@ static ZeroResult all_reduce(ZeroWorld* world, int times) {
 /* NCCL sees nothing here, so only the look at the peers, or the time limit, can end the wait. */
 static ZeroResult stuck(ZeroWorld* world) {
     fprintf(stderr, "running %d\n", (int)getpid());
-    if (world->rank > 0) sleep(60);
+    while (world->rank > 0) pause();
     never_done = 1;
     return zero_world_wait(world, 0);
 }
@@ -86,6 +87,7 @@ static ZeroResult stuck(ZeroWorld* world) {
 static ZeroResult act(ZeroWorld* world, const char* action, const char* argument) {
     if (strcmp(action, "fail") == 0) return fail_some(world, argument);
     if (strcmp(action, "gather") == 0) {
+        if (*argument) world->timeout_s = atof(argument);
         fprintf(stderr, "running %d\n", (int)getpid());
         return gather_rounds(world, 1 << 30);
     }

@@ -44,7 +44,7 @@ inline void id_from_folder(ncclUniqueId* id, const char* path, int rank) {
         must(rename(unfinished, name) == 0, "rename", unfinished);
     }
     for (int i = 0; access(name, R_OK) != 0; i++) {
-        must(i < 3000, "find", name);
+        must(i < 60000, "find", name);
         usleep(10000);
     }
     FILE* f = fopenCheck(name, "rb");
