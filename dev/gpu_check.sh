@@ -22,6 +22,7 @@
 #                 (178 with LLMC_DIR)
 #   --bench-only  part 3 alone; DEVICE=cpu runs it on the CPU build
 set -eu   # no pipefail: greps below may well find nothing
+export LC_ALL=C   # a point in numbers, whatever the language of the caller
 [[ ${LLMC_DIR:-/} == /* ]] || LLMC_DIR=$PWD/$LLMC_DIR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

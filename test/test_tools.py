@@ -86,6 +86,14 @@ def test_make_hands_on_no_modules_and_folders_of_others(tmp_path):
     assert "\nOTHER=x\n" in out and not any(f"\n{name}=" in out for name in names)
 
 
+def test_scripts_that_calculate_write_numbers_with_a_point():
+    """Where a comma is written, awk takes 1.5 for 1, and printf refuses it."""
+    for script in [*TOP.glob("dev/*.sh"), *TOP.glob("dev/*/*.sh")]:
+        text = script.read_text()
+        if re.search(r"\bawk\b|printf[^\n]*%[0-9.]*[efg]", text):
+            assert re.search("^export LC_ALL=C\\b", text, re.M), script
+
+
 # ---- dev/gpu_check.sh
 
 

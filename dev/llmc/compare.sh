@@ -27,6 +27,7 @@
 #
 # Exit code: 0 all is equal, 1 something differs, 2 it did not come to that (one line says why).
 set -euo pipefail
+export LC_ALL=C   # a point in numbers, whatever the language of the caller
 caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 top=$PWD
