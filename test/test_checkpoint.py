@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 
+import ml_dtypes  # noqa: F401 (numpy knows bfloat16 then)
 import numpy as np
 import pytest
 from conftest import LONG, TOP, end, own_lines, run, slow, start
@@ -227,6 +228,72 @@ def test_the_tool_finds_damage(straight, tmp_path):
     assert run([TOOL, "verify", bad], check=False).code == 2
     assert run([TOOL, "show", TOP / "Makefile"], check=False).code == 2
     assert run([TOOL, "verify", tmp_path / "nowhere"], check=False).code == 2
+
+
+def test_the_tool_needs_numpy_or_xxhash_alone(straight, tmp_path):
+    """show and diff of both types say the same without what else .venv has; what is missing is one line."""
+    plain, narrow = (path_of(straight[0] / kind / "b", step) for kind, step in (("fp32", 10), ("stochastic", 10)))
+    older = path_of(straight[0] / "stochastic/b", 5)
+    commands = [["show", plain, narrow], ["diff", narrow, older]]
+
+    def without(*packages):
+        folder = tmp_path / "_".join(packages)
+        folder.mkdir()
+        for package in packages:
+            (folder / f"{package}.py").write_text("raise ImportError('not\\nthere')\n")
+        return {"PYTHONPATH": str(folder)}
+
+    expected = [run([TOOL, *command], check=False) for command in commands]
+    assert [result.code for result in expected] == [0, 1]
+    numpy_alone = without("ml_dtypes", "safetensors", "xxhash")
+    assert [run([TOOL, *command], check=False, env=numpy_alone) for command in commands] == expected
+    xxhash_alone = without("ml_dtypes", "safetensors", "numpy")
+    assert run([TOOL, "verify", plain, narrow], env=xxhash_alone).out.count(": whole") == 2
+    lacking = [(["verify", plain], "xxhash", numpy_alone), *((command, "numpy", xxhash_alone) for command in commands)]
+    for command, package, env in lacking:
+        result = run([TOOL, *command], check=False, env=env)
+        assert result.code == 2 and not result.out and "Traceback" not in result.err
+        said, = own_lines(result.err, "checkpoint.py: ")
+        assert re.fullmatch(rf"checkpoint.py: {command[0]} needs {package}: \S+ -m pip install {package}", said), said
+
+
+def test_the_tool_reads_bf16_as_it_is(straight):
+    """Norm and largest of the table, and the difference, against ml_dtypes."""
+    a, b = (path_of(straight[0] / "stochastic/b", step) for step in (10, 5))
+    x, y = (tensors(path)["1.weight"].astype(np.float64) for path in (a, b))
+    row = re.search(r"^ +1\.weight +BF16 +\[24, 24\] +(\S+) +(\S+) *$", run([TOOL, "show", a]).out, re.M)
+    assert row.groups() == (f"{np.sqrt((x * x).sum()):.9g}", f"{np.abs(x).max():.9g}")
+    gap, at = np.abs(x - y), np.abs(x - y).argmax()
+    assert (f"1.weight: {(gap > 0).sum()} of 576 elements differ, by {gap.flat[at]:.9g} at element {at}: {x.flat[at]:.9g} | "
+            f"{y.flat[at]:.9g}\n") in run([TOOL, "diff", a, b], check=False).out
+
+
+@pytest.mark.parametrize("old, new", [
+    (b'"F32"', b'"F16"'), (b'"F32"', b'[[3]]'), (b'"shape":[24]', b'"shape":[23]'), (b'"shape":[24]', b'"shape":"24"'),
+    (b'"shape":[24]', b'"shape":2.40'), (b'"shape":[24,24]', b'"shape":[-4,-4]'),
+    (b'"data_offsets":[0,', b'"data_offsets":[1,'), (b'"data_offsets"', b'"data-offsets"'),
+    (b'"pieces":"0 ', b'"pieces":"x '), (b'"pieces"', b'"pieced"'),
+    (b'"__metadata__":{', b'"__metadata__":['), (b'{"', b'["'), (b"llmc_zero.checkpoint 1", b"llmc_zero.checkpoint 2"),
+    (b'"step"', b'"st\xffp"')])
+def test_the_tool_says_what_it_cannot_read(straight, tmp_path, old, new):
+    good = path_of(straight[0] / "fp32/b", 10).read_bytes()
+    assert old in good[8:] and len(old) == len(new)
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(good[:8] + good[8:].replace(old, new, 1))
+    for command in ("show", "verify"):
+        result = run([TOOL, command, bad], check=False)
+        assert result.code == 2 and "Traceback" not in result.err
+        assert len(own_lines(result.err, f"checkpoint.py: {bad}: ")) == 1, result.err
+
+
+def test_the_tool_sees_a_cut_off_file(straight, tmp_path):
+    good = path_of(straight[0] / "fp32/b", 10).read_bytes()
+    bad = tmp_path / "bad.safetensors"
+    for length, codes in ((len(good) - 1, (2, 1)), (0, (2, 2)), (9, (2, 2)), (3000, (2, 2))):
+        bad.write_bytes(good[:length])
+        for command, code in zip(("show", "verify"), codes):
+            result = run([TOOL, command, bad], check=False)
+            assert result.code == code and "Traceback" not in result.err, result.err
 
 
 def test_bytes_that_nobody_wrote(straight):
