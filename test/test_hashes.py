@@ -27,7 +27,7 @@ def command_lines(ranks):
 def test_runs_keep_their_bits(ranks, tmp_path):
     lines = command_lines(ranks)
     common = "CUDA_CPU_BLAS=loop -L 2 -C 37 -b 3 -x 4 -l 3e-3 -G 0.2 -I split -n 4"
-    outcomes, _ = run_lines([f"{common} {line}" for line in lines], ranks, tmp_path, timeout=600)
+    outcomes, _ = run_lines([f"{common} {line}" for line in lines], ranks, tmp_path)
     check_ok(outcomes, lines)
     found = {}
     for i, (line, outcome) in enumerate(zip(lines, outcomes)):
