@@ -27,9 +27,9 @@ else
   $(error DEVICE=$(DEVICE): cuda or cpu)
 endif
 
-# MPI, as mpicc would compile and link it, in words that nvcc takes. mpicc may be the one in .venv.
+# MPI, as mpicc would compile and link it, in words that nvcc takes. One in .venv is there for want of one that works.
 ifndef NO_MPI
-  MPICC ?= $(or $(shell command -v mpicc 2>/dev/null),$(wildcard .venv/bin/mpicc))
+  MPICC ?= $(or $(wildcard .venv/bin/mpicc),$(shell command -v mpicc 2>/dev/null))
   MPI_LINK := $(if $(MPICC),$(shell $(MPICC) -showme:link 2>/dev/null))
   ifneq ($(MPI_LINK),)
     MPI_FLAGS := -DZERO_USE_MPI -DOMPI_SKIP_MPICXX $(subst -pthread,,$(shell $(MPICC) -showme:compile))
@@ -37,12 +37,8 @@ ifndef NO_MPI
   endif
 endif
 
-# OpenBLAS, xxHash and JSON where dev/deps.sh had to fetch them from PyPI: gcc and ld read these variables by themselves.
-ifneq ($(wildcard .venv/include/cblas.h .venv/include/xxhash.h .venv/include/nlohmann),)
-  export CPATH := $(CURDIR)/.venv/include$(addprefix :,$(CPATH))
-  export LIBRARY_PATH := $(CURDIR)/.venv/lib$(addprefix :,$(LIBRARY_PATH))
-  export LD_RUN_PATH := $(CURDIR)/.venv/lib
-endif
+# xxHash and JSON: the copies that dev/deps.sh leaves, or those that it fetched; the compiler reads this variable by itself.
+export CPATH := $(CURDIR)/build/headers:$(CURDIR)/.venv/include$(addprefix :,$(CPATH))
 
 # NCCL from elsewhere (a folder with include/ and lib/), for example from a Python package.
 ifdef NCCL_HOME
@@ -137,7 +133,7 @@ lint: ## layout and common mistakes: clang-format, ruff, shellcheck, in the vers
 	dev/deps.sh lint
 	git ls-files '*.cuh' '*.cu' '*.h' '*.cpp' '*.c' | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/ruff check -q
-	.venv/bin/shellcheck .ci/run dev/*.sh dev/llmc/*.sh dev/cpu/nvcc
+	.venv/bin/shellcheck -x .ci/run dev/*.sh dev/llmc/*.sh dev/cpu/*.sh dev/cpu/nvcc
 
 bench: ## update and norm kernels beside a plain copy and a plain read, in one run
 	dev/gpu_check.sh --bench-only

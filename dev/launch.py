@@ -5,7 +5,7 @@
 
     dev/launch.py 2 ./train_mlp -z 1
 
-mpirun is the one in PATH, else the one that dev/deps.sh put into .venv.
+mpirun is the one that dev/deps.sh put into .venv for want of one that works, else the one in PATH.
 """
 
 import functools
@@ -35,8 +35,13 @@ MPI_SETTINGS = {
 }
 
 
+def mpi_tool(name):
+    """The path of mpirun or mpicc, or None."""
+    return shutil.which(str(TOP / ".venv/bin" / name)) or shutil.which(name)
+
+
 def mpirun():
-    return shutil.which("mpirun") or shutil.which(str(TOP / ".venv/bin/mpirun"))
+    return mpi_tool("mpirun")
 
 
 @functools.cache

@@ -473,7 +473,7 @@ TEST(CpuCublasLtDeathTest, OperandsOutsideDeviceMemoryStop) {
         d.rows = a.rows = rows, a.ld = d.ld = rows; // more than was allocated
         g.run(a, b, d, d);
     };
-    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    testing::GTEST_FLAG(death_test_style) = "threadsafe"; // GTEST_FLAG_SET is new in 1.12
     EXPECT_EXIT(product_of(4096), testing::ExitedWithCode(99), "cublasLtMatmul: matrix A");
     EXPECT_EXIT(({
                     Mat a(CUDA_R_32F, 8, 8, wholes(1)), b(CUDA_R_32F, 8, 8, wholes(2)),

@@ -16,6 +16,7 @@ import pytest
 from conftest import LONG, TOP, run
 
 sys.path[:0] = [str(TOP / "dev/llmc"), str(TOP / "dev/cpu")]
+import launch
 import make_files
 import rewrite
 
@@ -294,7 +295,7 @@ def losses(tmp_path_factory):
     """losses(precision, ranks): of 10 steps of the unpatched trainer; each precision is built once."""
     folder = tmp_path_factory.mktemp("llmc")
     tiny_files(folder)
-    mpi = [subprocess.check_output(["mpicc", f"-showme:{what}"], text=True).split()
+    mpi = [subprocess.check_output([launch.mpi_tool("mpicc"), f"-showme:{what}"], text=True).split()
            for what in ("compile", "link")]
 
     def train(precision, ranks):

@@ -19,6 +19,7 @@ import test_cpu_rewrite
 from conftest import LONG, TOP, end, run, slow, start
 
 sys.path.insert(0, str(TOP / "dev/llmc"))
+import launch
 import make_files
 
 LLMC = os.environ.get("LLMC_DIR")
@@ -66,7 +67,7 @@ def build(work):
 
 
 def flags_of_mpi(what):
-    return subprocess.check_output(["mpicc", f"-showme:{what}"], text=True).split()
+    return subprocess.check_output([launch.mpi_tool("mpicc"), f"-showme:{what}"], text=True).split()
 
 
 def words_of(work, precision, folder, steps, flags):
