@@ -19,7 +19,7 @@
    ZERO_ERROR_FILE: the file is damaged or no checkpoint. ZERO_ERROR_ARGUMENT: it is whole, but of another format version.
    ZERO_ERROR_SYSTEM: the operating system refused.
 
-   It needs two header-only libraries: xxHash (xxhash.h) and JSON for Modern C++ (nlohmann/json.hpp); Debian has them as
+   It needs two header-only libraries: xxHash (xxhash.h, 0.8 or later) and JSON for Modern C++ (nlohmann/json.hpp); Debian has them as
    libxxhash-dev and nlohmann-json3-dev, and copying the two headers does.
 
    defines: ZeroFileTensor, ZeroFilePiece, ZeroFileHeader, zero_file_describe, zero_file_seal, zero_file_parse,
@@ -48,6 +48,9 @@
 #define XXH_INLINE_ALL
 #endif
 #include <xxhash.h>
+#if XXH_VERSION_NUMBER < 800
+#error "xxHash 0.8 or later is needed: before, XXH3 gave other checksums"
+#endif
 
 #include "check.cuh"
 
