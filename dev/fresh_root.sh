@@ -105,10 +105,10 @@ three_times() {   # three_times COMMAND...: until it succeeds
 
 # ---- namespaces ----------------------------------------------------------------------------------------------
 
-child=""
+spaces=(--mount --pid --fork --kill-child --mount-proc) child=""
 isolated() {   # runs a command with mounts and processes of its own, all of which end when it does, or we do
     local code=0
-    setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc -- "$@" <&0 9>&- &
+    setpriv --pdeathsig KILL unshare "${spaces[@]}" -- "$@" <&0 9>&- &
     child=$!
     wait "$child" || code=$?
     child=""
@@ -209,6 +209,8 @@ trap 'remove "$work"' EXIT
 trap 'stop 130' INT
 trap 'stop 143' TERM
 trap 'stop 129' HUP
+# In a chroot / is no mount, whose propagation could be changed.
+isolated true 2>/dev/null || spaces+=(--propagation unchanged)
 isolated true || die "no namespaces here (CAP_SYS_ADMIN): a container must be started with --privileged"
 apt_settings >"$work/apt.conf"
 find_network
