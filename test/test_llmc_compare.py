@@ -3,6 +3,7 @@ checkout of llm.c also from end to end, and what it says when something is wrong
 """
 
 import array
+import json
 import os
 import shutil
 import sys
@@ -202,6 +203,8 @@ def test_a_checkout_that_is_patched_already(project, checkout, tmp_path, before)
     assert result.code == 2 and "train_gpt2.cu did not compile" in result.err, result.err
     built = source_files(project / "build/llmc/src")
     expected = {path: data for path, data in source_files(fresh).items() if path.name != ".clang-format"}
+    records = [json.loads(files.pop(Path("llmc_zero/patch.json"))) for files in (built, expected)]
+    assert records[0] == records[1]
     assert {**built, **expected} == built and built[Path("Makefile")] == b"NVCC_INCLUDES = -Illmc_zero/third_party\n"
     assert source_files(checkout) == here and (project / "installed").read_text() == "demo\n"
 
