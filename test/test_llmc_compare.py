@@ -186,8 +186,11 @@ def checkout(tmp_path):
     return tree
 
 
+HEADERS = {"CPATH": f"{TOP}/build/headers:{TOP}/.venv/include"}   # the copy of the project has none
+
+
 def compare_in(project, *words):
-    return run([project / "dev/llmc/compare.sh", *words], check=False, env={"CPATH": TOP / ".venv/include"})
+    return run([project / "dev/llmc/compare.sh", *words], check=False, env=HEADERS)
 
 
 @pytest.mark.parametrize("before", [[], ["--drop-own-code"], ["--mends-only"]])
@@ -195,9 +198,9 @@ def test_a_checkout_that_is_patched_already(project, checkout, tmp_path, before)
     """As the README has it: patch first, then compare. The same is built as of one that is not patched."""
     patch = [sys.executable, project / "dev/llmc/patch.py"]
     fresh = shutil.copytree(checkout, tmp_path / "fresh")
-    run([*patch, fresh, "--drop-own-code"])
+    run([*patch, fresh, "--drop-own-code"], env=HEADERS)
     if before:
-        run([*patch, checkout, *before])
+        run([*patch, checkout, *before], env=HEADERS)
     here = source_files(checkout)
     result = compare_in(project, checkout, "--drop-own-code")
     assert result.code == 2 and "train_gpt2.cu did not compile" in result.err, result.err

@@ -71,7 +71,7 @@ def own_headers():
 def third_party():
     """xxHash and JSON for Modern C++, wherever a compiler would find them: some versions of either are several files."""
     files, missing = {}, []
-    places = [*filter(None, os.environ.get("CPATH", "").split(":")), TOP / ".venv/include",
+    places = [*filter(None, os.environ.get("CPATH", "").split(":")), TOP / "build/headers", TOP / ".venv/include",
               *filter(None, [os.environ.get("CONDA_PREFIX") and os.environ["CONDA_PREFIX"] + "/include"]),
               "/usr/local/include", "/usr/include"]
     for name, others, package in (("xxhash.h", ["xxh3.h"], "libxxhash-dev"),
