@@ -8,7 +8,7 @@
        ZeroResult r = zero_update(&z, lr);
        if (r.code != ZERO_OK) { fprintf(stderr, "%s\n", r.text); ... end on all ranks ... }
 
-   defines: ZeroCode, ZeroResult, zero_ok, zero_error, ZERO_TRY, ZERO_TRY_CUDA, ZERO_TRY_NCCL
+   defines: ZeroCode, ZeroResult, zero_ok, zero_error, ZERO_ANY_INT, ZERO_TRY, ZERO_TRY_CUDA, ZERO_TRY_NCCL
 */
 #ifndef LLMC_ZERO_CHECK_CUH_INCLUDED
 #define LLMC_ZERO_CHECK_CUH_INCLUDED
@@ -18,6 +18,14 @@
 #include <string.h>
 
 #define LLMC_ZERO_VERSION 200 /* major * 10000 + minor * 100 + patch */
+
+/* Stands behind the name of an enum that callers set. In C++ every int is then one of its values, as in C, so that a wrong
+   one can be read, and refused in words. */
+#ifdef __cplusplus
+#define ZERO_ANY_INT : int
+#else
+#define ZERO_ANY_INT
+#endif
 
 typedef enum ZeroCode {
     ZERO_OK = 0,

@@ -48,7 +48,7 @@
 #define ZERO_COUNT_MAX (SIZE_MAX / 64) /* elements of a model, so that no number of bytes overflows */
 #define ZERO_ALL_RANKS (-1)
 
-typedef enum ZeroDtype { ZERO_FP32 = 0, ZERO_BF16 = 1 } ZeroDtype;
+typedef enum ZeroDtype ZERO_ANY_INT { ZERO_FP32 = 0, ZERO_BF16 = 1 } ZeroDtype;
 
 static inline size_t zero_dtype_bytes(ZeroDtype dtype) { return dtype == ZERO_BF16 ? 2 : 4; }
 static inline const char* zero_dtype_name(ZeroDtype dtype) { return dtype == ZERO_BF16 ? "bf16" : "fp32"; }

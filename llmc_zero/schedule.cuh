@@ -21,15 +21,15 @@
 
 #include "layout.cuh"
 
-typedef enum ZeroAlgorithm { ZERO_ADAMW = 0, ZERO_ADAM = 1, ZERO_SGD = 2 } ZeroAlgorithm;
+typedef enum ZeroAlgorithm ZERO_ANY_INT { ZERO_ADAMW = 0, ZERO_ADAM = 1, ZERO_SGD = 2 } ZeroAlgorithm;
 
-typedef enum ZeroReduction {
+typedef enum ZeroReduction ZERO_ANY_INT {
     ZERO_REDUCE_NCCL = 0, /* ncclReduceScatter in the gradients' type; stage 0 then gathers the sums */
     ZERO_REDUCE_ORDERED,  /* all-to-all, sums in fp32 in rank order: the same bits in every stage and plan */
     ZERO_REDUCE_ALLREDUCE /* ncclAllReduce, stage 0 only: the usual way, to compare with */
 } ZeroReduction;
 
-typedef enum ZeroAccumulation {
+typedef enum ZeroAccumulation ZERO_ANY_INT {
     ZERO_ACCUMULATE_STEP = 0, /* micro-steps add up in the caller's gradients, one reduction at the last */
     ZERO_ACCUMULATE_MICRO     /* each micro-step is reduced and added in fp32; always so in stages 2 and 3 */
 } ZeroAccumulation;

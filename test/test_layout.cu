@@ -578,6 +578,8 @@ TEST(Layout, BadInputIsRefusedInWords) {
     ZeroLayoutConfig config = good;
     config.ranks = 0, refused(segments, 2, config, "0 ranks");
     config.ranks = -3, refused(segments, 2, config, "-3 ranks");
+    config = good;
+    config.dtype = (ZeroDtype)7, refused(segments, 2, config, "dtype 7");
     refused(segments, -1, good, "-1 segments");
     refused(Segments(), 4, good, "4 segments");
     for (int unit : {-1, 2, 2147483647}) {

@@ -481,6 +481,7 @@ TEST(Optimizer, BadSettingsAreRefused) {
     } cases[] = {
         {[](ZeroConfig* c) { c->stage = 4; }, "stage 4"},
         {[](ZeroConfig* c) { c->stage = -1; }, "stage -1"},
+        {[](ZeroConfig* c) { c->algorithm = (ZeroAlgorithm)7; }, "algorithm 7 is not known"},
         {[](ZeroConfig* c) { c->reduction = (ZeroReduction)7; }, "reduction 7 is not known"},
         {[](ZeroConfig* c) { c->accumulation = (ZeroAccumulation)7; }, "accumulation 7 is not known"},
         {[](ZeroConfig* c) {
