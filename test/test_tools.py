@@ -8,9 +8,8 @@ import pytest
 
 from conftest import LONG, TOP, own_lines, run, slow
 import demo
-import launch
 
-TARGETS = "help train_mlp demo test test-all units cuda-check bench llmc clean".split()
+TARGETS = "help train_mlp demo test test-all test-san units cuda-check bench llmc clean".split()
 
 
 def test_make_help():
@@ -92,40 +91,6 @@ def test_scripts_that_calculate_write_numbers_with_a_point():
         text = script.read_text()
         if re.search(r"\bawk\b|printf[^\n]*%[0-9.]*[efg]", text):
             assert re.search("^export LC_ALL=C\\b", text, re.M), script
-
-
-# ---- dev/gpu_check.sh
-
-
-@slow
-@pytest.mark.skipif(os.environ.get("DEVICE") == "cuda", reason="would replace the build for the GPU")
-def test_gpu_check_dry_run():
-    out = run(["dev/gpu_check.sh", "--dry-run"], env={"BUDGET": 150}).out
-    table = (TOP / "build/gpu_check/table.txt").read_text()
-    assert table in out and "FAILED" not in table
-    for name in ("recipe", "buckets", "bf16-masters", "bf16-stochastic"):
-        assert f"\n{name} " in table
-    recipes = [line for line in table.split("\n") if line.startswith("recipe ")]
-    assert [line.split()[1] for line in recipes] == ["1", "2", "4"]
-    assert all(line.endswith("hash on = off") for line in recipes), recipes
-    stages = [line for line in table.split("\n") if line.startswith("stages ")]
-    assert [line.split()[1] for line in stages] == ["2", "4"] and all(line.endswith("one hash") for line in stages), stages
-    assert "\nstage 3 " in table and (TOP / "build/gpu_check/timeline.2.1.json").stat().st_size > 1000
-    for kernel in ("update AdamW fp32", "update AdamW bf16 + masters", "update AdamW bf16 stochastic"):
-        assert any(line.startswith(kernel) and " of copy (" in line for line in table.split("\n"))
-    llmc = [line for line in table.split("\n") if line.startswith("llm.c ")]
-    assert len(llmc) == (6 if os.environ.get("LLMC_DIR") else 0)
-    assert all(line.endswith(("log and model on = off", "did not fit")) for line in llmc), llmc
-    for kernel in ("norm fp32", "norm bf16"):
-        assert any(line.startswith(kernel) and " of read (" in line for line in table.split("\n"))
-    assert "\nunit test " in table and "\ncompute-sanitizer " in table
-
-
-def test_gpu_check_refuses():
-    assert run(["dev/gpu_check.sh", "--fast"], check=False).code == 2
-    if not launch.gpus():
-        result = run(["dev/gpu_check.sh"], check=False, env={"DEVICE": "cuda"})
-        assert result.code == 2 and "needs nvcc and a GPU" in result.err
 
 
 # ---- dev/ptx_check.py
