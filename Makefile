@@ -78,7 +78,7 @@ ifndef NO_MULTI_GPU
   LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
 endif
 
-.PHONY: help demo test test-all hashes units cuda-check lint bench llmc clean FORCE
+.PHONY: help demo test test-all test-san hashes units cuda-check lint bench llmc clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -101,6 +101,10 @@ test: ## install what is missing, run everything this machine can run
 
 test-all: ## the same with the slow tests too
 	RUN_ALL=1 $(MAKE) test
+
+test-san: ## tests with AddressSanitizer and UBSan in every program; SHORT=1: what takes CI a few minutes
+	dev/deps.sh test
+	JOBS=$(JOBS) dev/sanitize.sh $(if $(SHORT),--short)
 
 hashes: train_mlp units ## write test/data/hashes.json anew, where a change of bits is meant (test/hashes.py)
 	HASHES=write .venv/bin/python -m pytest -q test/test_hashes.py test/test_llmc_runs.py -k keep_their_bits
@@ -136,7 +140,7 @@ lint: ## layout and common mistakes: clang-format, ruff, shellcheck, in the vers
 	.venv/bin/shellcheck -x .ci/run dev/*.sh dev/llmc/*.sh dev/cpu/*.sh dev/cpu/nvcc
 
 bench: ## update and norm kernels beside a plain copy and a plain read, in one run
-	dev/gpu_check.sh --bench-only
+	dev/gpu_check.sh --only bandwidth
 
 build/gpu_check/bandwidth: dev/gpu_check.cu $(HEADERS) $(DEVICE_DEPENDS) build/flags
 	@mkdir -p build/gpu_check

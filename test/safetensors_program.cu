@@ -1,5 +1,4 @@
-/* test/safetensors_program.cu - what the reader of checkpoint files does with bytes that nobody wrote. Host only, so that it
-   can also be built as C++ with AddressSanitizer:
+/* test/safetensors_program.cu - what the reader of checkpoint files does with bytes that nobody wrote. Host only:
 
        build/test/safetensors_program FILE
 

@@ -42,14 +42,18 @@ static std::string folder; /* the same on all ranks, empty at the begin */
 
 /* ------------------------------------------------------------------ calls of the system that fail when they are told to */
 
+/* The process opens files before main and after the last destructor, too: then `call` must be readable, and names none. */
 static struct {
-    std::string call;
+    const char* call;
     int at, seen, error;           /* the at-th call fails with error; 0: it does half of its work */
     std::function<void()> instead; /* or this happens before it, and it works */
 } fault;
 
+static int fault_waits(const char* call) {
+    return in_runtime == 0 && fault.call && strcmp(fault.call, call) == 0;
+}
 static int fault_strikes(const char* call) {
-    if (in_runtime > 0 || fault.call != call || ++fault.seen != fault.at) return 0;
+    if (!fault_waits(call) || ++fault.seen != fault.at) return 0;
     if (!fault.instead) return 1;
     const std::function<void()> instead = fault.instead;
     fault.call = "", instead(), fault.call = call;
@@ -66,7 +70,7 @@ extern "C" int open(const char* path, int flags, ...) {
     va_start(arguments, flags);
     const int mode = flags & O_CREAT ? va_arg(arguments, int) : 0;
     va_end(arguments);
-    return !folder.empty() && strncmp(path, folder.c_str(), folder.size()) == 0 && fault_strikes("open")
+    return fault_waits("open") && strncmp(path, folder.c_str(), folder.size()) == 0 && fault_strikes("open")
                ? (errno = fault.error, -1)
                : (int)syscall(SYS_openat, AT_FDCWD, path, flags, mode);
 }
@@ -79,9 +83,12 @@ extern "C" int ftruncate(int fd, off_t length) noexcept {
     return fault_strikes("ftruncate") ? (errno = fault.error, -1) : (int)syscall(SYS_ftruncate, fd, length);
 }
 #ifdef CUDA_CPU /* nvcc takes operator new for device code, too */
-/* The at-th piece of host memory is not there. */
+/* The at-th piece of host memory is not there. std::stable_sort takes its memory from the nothrow one. */
+__attribute__((noinline)) void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+    return fault_strikes("new") ? NULL : malloc(bytes ? bytes : 1);
+}
 __attribute__((noinline)) void* operator new(size_t bytes) {
-    void* memory = fault_strikes("new") ? NULL : malloc(bytes ? bytes : 1);
+    void* memory = operator new(bytes, std::nothrow);
     if (!memory) throw std::bad_alloc();
     return memory;
 }
@@ -117,8 +124,8 @@ extern "C" int fallocate(int fd, int mode, off_t offset, off_t bytes) {
 /* ------------------------------------------------------------------ ranks and models */
 
 /* The first n ranks, with a communicator; made once for each n. Every rank of the world asks for it. */
+static std::map<int, ncclComm_t> comms;
 static ncclComm_t group(int n) {
-    static std::map<int, ncclComm_t> comms;
     if (comms.count(n)) return comms[n];
     std::vector<ncclUniqueId> ids((size_t)world.ranks);
     ncclUniqueId id;
@@ -1182,6 +1189,8 @@ int main(int argc, char** argv) {
     folder = names;
     int failed = RUN_ALL_TESTS();
     zero_world_agree(&world, zero_ok());
+    for (auto& comm : comms)
+        if (comm.second) failed |= ncclCommDestroy(comm.second) != ncclSuccess;
     if (world.rank == 0) {
         const std::string command = "rm -rf '" + folder + "'";
         failed |= system(command.c_str());

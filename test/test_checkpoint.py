@@ -303,14 +303,6 @@ def test_bytes_that_nobody_wrote(straight):
         assert re.search(r"^\d{5,} refused, 0 not$", result.out, re.M)
 
 
-@slow
-def test_bytes_that_nobody_wrote_under_asan(straight, tmp_path):
-    program = tmp_path / "program"
-    run(["g++", "-std=c++17", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-x", "c++",
-         "test/safetensors_program.cu", "-o", program], timeout=LONG)
-    assert ", 0 not" in run([program, path_of(straight[0] / "fp32/b", 10)]).out
-
-
 def test_other_runs_are_refused_with_both_values(straight, tmp_path):
     """Cases E2, G4; nothing of the directory changes."""
     cases = {"-U sgd": ["optimizer", "adam", "sgd"], "-B1 0.8": ["beta1", "0.9", "0.8"],

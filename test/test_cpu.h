@@ -10,6 +10,7 @@
 
 #define OK(call) ASSERT_EQ(cudaSuccess, (call))
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
 #define FAULT ::testing::ExitedWithCode(1) // its own report
 #define FAULT_TEXT(text) "AddressSanitizer"
 #else
@@ -30,6 +31,9 @@ static inline void use(const char* name, const std::string& value) {
 class Cpu : public ::testing::Test {
   protected:
     void SetUp() override {
+#if defined(__SANITIZE_ADDRESS__)
+        __sanitizer_set_report_fd((void*)2); // where death tests read, whatever ASAN_OPTIONS says
+#endif
         for (const char* name : VARIABLES) unsetenv(name);
         cudaDeviceReset();
     }

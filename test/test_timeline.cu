@@ -1,10 +1,34 @@
 /* test/test_timeline.cu - llmc_zero/timeline.cuh: spans nest, waits add up, the JSON has every event. */
 #include <string>
+#include <unistd.h>
 
+#include <cuda_runtime.h>
+
+/* How long a wait for an event takes at least, and how often one was recorded. */
+static useconds_t held_up_us = 0;
+static int records = 0;
+#define cudaEventSynchronize(event) (usleep(held_up_us), (cudaEventSynchronize)(event))
+#define cudaEventRecord(...) (records++, (cudaEventRecord)(__VA_ARGS__))
 #include "llmc_zero/timeline.cuh"
 #include "device.h"
 
 namespace {
+
+// Tests let the n-th call fail on every rank: it has to be the same one on a rank that is slow.
+TEST(Timeline, ASlowStartMakesTheSameCalls) {
+    int counts[2];
+    for (int slow = 0; slow < 2; slow++) {
+        ZeroTimeline t = {};
+        held_up_us = slow ? 2000 : 0;
+        records = 0;
+        ok(zero_timeline_start(&t, ZERO_TIMING_ALL, NULL, NULL));
+        counts[slow] = records;
+        zero_timeline_free(&t);
+    }
+    held_up_us = 0;
+    EXPECT_GT(counts[0], 0);
+    EXPECT_EQ(counts[0], counts[1]);
+}
 
 TEST(Timeline, SpansNestAndAreWritten) {
     ZeroTimeline t = {};
