@@ -165,6 +165,7 @@ make_venv() {
     [[ -n $version && $(cat .venv/.made 2>/dev/null) == "$mark" ]] && return
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' || { say "Python 3.9 or later is needed" >&2; exit 1; }
     say "python3 -m venv .venv"
+    [[ ! -L .venv ]] || rm .venv   # another checkout's stays as it is
     rm -rf .venv/{bin,lib,lib64,pyvenv.cfg,.packages,.made,openblas}
     if ! python3 -m venv .venv >/dev/null 2>&1; then
         # Debian's python3 has no ensurepip unless python3-venv is there
