@@ -11,6 +11,7 @@
      memory.cuh       ZeroPlan, ZeroMemory: bytes needed, bytes held
      timeline.cuh     ZeroTimeline: what ran when on which stream
      collectives.cuh  ZeroComm: reduce and gather of a bucket, every event between the two streams
+     elements.cuh     loads, stores and types that the kernels share
      grad_norm.cuh    norm, clip, skip and t on the device
      reduce.cuh       sums of gradients in fp32, in rank order
      adamw.cuh        the fused update: AdamW, Adam, SGD; fp32, bf16 with masters, bf16 with stochastic rounding

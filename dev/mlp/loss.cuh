@@ -3,7 +3,7 @@
    defines: store_element, Loss, loss_run, loss_bytes, data_split
 */
 #pragma once
-#include "../../llmc_zero/grad_norm.cuh"
+#include "../../llmc_zero/elements.cuh"
 
 static __device__ __forceinline__ void store_element(float* to, float x) { *to = x; }
 static __device__ __forceinline__ void store_element(ZeroBf16* to, float x) {
