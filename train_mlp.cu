@@ -21,6 +21,7 @@ typedef struct Mlp {
     const Options* options;
     ZeroWorld* world;
     int layers, micros;
+    int batches; // micro-batches of a step, of all ranks; in the last micro-step some ranks may have none
     size_t width, row_count; // row_count = batch * width: elements of one activation
     size_t row_stride;       // the same, rounded up so that each activation is aligned
     ZeroDtype dtype;
@@ -69,7 +70,8 @@ static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, ch
 static void mlp_sizes(Mlp* mlp, const Options* o, int ranks) {
     mlp->options = o;
     mlp->layers = (int)o->layers;
-    mlp->micros = o->total_batch ? (int)(o->total_batch / (o->batch * ranks)) : 1;
+    mlp->batches = o->total_batch ? (int)(o->total_batch / o->batch) : ranks;
+    mlp->micros = (mlp->batches + ranks - 1) / ranks;
     mlp->width = (size_t)o->width;
     mlp->dtype = (ZeroDtype)o->dtype;
     mlp->row_count = (size_t)o->batch * mlp->width;
@@ -278,7 +280,6 @@ static ZeroResult mlp_create(Mlp* mlp, PeakBytes* peaks) {
     ZERO_TRY(mlp_allocate(mlp, (void**)&mlp->loss, "loss", loss_bytes()));
     ZERO_TRY(
         linear_create(&mlp->linear, mlp->dtype, (int)o->batch, (int)o->width, mlp->workspace, mlp->stream));
-    zero_attach(&mlp->zero, mlp->loss);
     return mlp_draw_data(mlp, &random);
 }
 
@@ -291,7 +292,7 @@ static void* layer_input(const Mlp* mlp, void* x, int l) {
     return l == 0 ? x : row_at(mlp, mlp->activations, (size_t)l - 1);
 }
 
-static ZeroResult mlp_forward(Mlp* mlp, void* x) {
+static ZeroResult mlp_forward(Mlp* mlp, void* x, int idle) {
     const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
     ZeroTimeline* timeline = zero_timeline(&mlp->zero);
     for (int l = 0; l < mlp->layers; l++) {
@@ -299,8 +300,9 @@ static ZeroResult mlp_forward(Mlp* mlp, void* x) {
         int span;
         ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
         ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "forward", l, &span));
-        ZERO_TRY(linear_forward(&mlp->linear, layer_input(mlp, x, l), weight, (char*)weight + bias_offset,
-                                row_at(mlp, mlp->activations, (size_t)l)));
+        if (!idle)
+            ZERO_TRY(linear_forward(&mlp->linear, layer_input(mlp, x, l), weight, (char*)weight + bias_offset,
+                                    row_at(mlp, mlp->activations, (size_t)l)));
         ZERO_TRY(zero_span_end(timeline, span));
         ZERO_TRY(zero_params_release(&mlp->zero, l));
     }
@@ -309,7 +311,7 @@ static ZeroResult mlp_forward(Mlp* mlp, void* x) {
 
 // Begins with d loss / d output in row_grads[(layers - 1) % 2]. The input's gradient first: it needs no room for parameters'
 // gradients, so it runs while those of the layer above are still being reduced.
-static ZeroResult mlp_backward(Mlp* mlp, void* x) {
+static ZeroResult mlp_backward(Mlp* mlp, void* x, int idle) {
     const size_t bias_offset = zero_unit_offset(&mlp->layout, 1) * zero_dtype_bytes(mlp->dtype);
     ZeroTimeline* timeline = zero_timeline(&mlp->zero);
     for (int l = mlp->layers - 1; l >= 0; l--) {
@@ -318,37 +320,43 @@ static ZeroResult mlp_backward(Mlp* mlp, void* x) {
         if (l > 0) {
             ZERO_TRY(zero_params_acquire(&mlp->zero, l, &weight));
             ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "backward", l, &span));
-            ZERO_TRY(linear_backward_input(&mlp->linear, weight, y_grad,
-                                           row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2)));
+            if (!idle)
+                ZERO_TRY(linear_backward_input(&mlp->linear, weight, y_grad,
+                                               row_at(mlp, mlp->row_grads, (size_t)(l - 1) % 2)));
             ZERO_TRY(zero_span_end(timeline, span));
             ZERO_TRY(zero_params_release(&mlp->zero, l));
         }
         ZERO_TRY(zero_grads_acquire(&mlp->zero, l, &weight_grad, &add));
         ZERO_TRY(zero_span_begin(timeline, ZERO_ROW_COMPUTE, "backward", l, &span));
-        ZERO_TRY(linear_backward_params(&mlp->linear, layer_input(mlp, x, l), y_grad, weight_grad,
-                                        (char*)weight_grad + bias_offset, add));
+        if (!idle)
+            ZERO_TRY(linear_backward_params(&mlp->linear, layer_input(mlp, x, l), y_grad, weight_grad,
+                                            (char*)weight_grad + bias_offset, add));
         ZERO_TRY(zero_span_end(timeline, span));
         ZERO_TRY(zero_grads_ready(&mlp->zero, l));
     }
     return zero_ok();
 }
 
+// Global micro-batch micro * ranks + rank. A rank for which there is none (idle) makes the same calls without computing.
 static ZeroResult mlp_micro_step(Mlp* mlp, int micro) {
     const Options* o = mlp->options;
     const size_t set = o->data == DATA_SPLIT ? 0 : (size_t)micro;
     void *x = row_at(mlp, mlp->data, 2 * set), *y = row_at(mlp, mlp->data, 2 * set + 1);
-    if (o->data == DATA_SPLIT) {
+    int idle;
+    ZERO_TRY(zero_begin_batches(&mlp->zero, micro, mlp->batches, 1.0, &idle));
+    if (o->data == DATA_SPLIT && !idle) {
         const long long batches_before = (long long)micro * mlp->world->ranks + mlp->world->rank;
         const long long first = mlp->samples_done + batches_before * o->batch;
         ZERO_TRY(data_split(mlp->dtype, x, y, (int)o->batch, (int)o->width, (uint64_t)o->seed,
                             (uint64_t)first, mlp->stream));
     }
-    ZERO_TRY(zero_begin(&mlp->zero, micro, mlp->micros, 1.0 / mlp->micros));
-    ZERO_TRY(mlp_forward(mlp, x));
-    ZERO_TRY(loss_run(mlp->dtype, row_at(mlp, mlp->activations, (size_t)mlp->layers - 1), y,
-                      row_at(mlp, mlp->row_grads, (size_t)(mlp->layers - 1) % 2), mlp->row_count, micro,
-                      mlp->micros, mlp->loss, mlp->stream));
-    return mlp_backward(mlp, x);
+    ZERO_TRY(mlp_forward(mlp, x, idle));
+    if (!idle)
+        ZERO_TRY(loss_run(mlp->dtype, row_at(mlp, mlp->activations, (size_t)mlp->layers - 1), y,
+                          row_at(mlp, mlp->row_grads, (size_t)(mlp->layers - 1) % 2), mlp->row_count,
+                          mlp->loss, mlp->stream));
+    ZERO_TRY(zero_add_loss(&mlp->zero, mlp->loss));
+    return mlp_backward(mlp, x, idle);
 }
 
 // One step: forward and backward of each micro-step, norm, update.
@@ -364,7 +372,7 @@ static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
     ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
     ZERO_TRY(zero_report(&mlp->zero, report));
     mlp->steps_done++;
-    mlp->samples_done += (long long)mlp->micros * mlp->world->ranks * mlp->options->batch;
+    mlp->samples_done += (long long)mlp->batches * mlp->options->batch;
     return zero_ok();
 }
 
@@ -447,8 +455,7 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
         ZERO_TRY(mlp_step(mlp, last, peaks));
         const long long step = mlp->steps_done;
         stop = last->votes > 0;
-        ZERO_TRY(
-            report_step(report, step, last->passenger_sum / mlp->world->ranks, last, now_ms() - start_ms));
+        ZERO_TRY(report_step(report, step, last->loss_sum / mlp->batches, last, now_ms() - start_ms));
         if (o->hash_every && step % o->hash_every == 0) ZERO_TRY(zero_check_replicas(&mlp->zero, NULL));
         if (o->checkpoint_every && (step % o->checkpoint_every == 0 || step == o->steps || stop))
             ZERO_TRY(save_checkpoint(mlp, report));
@@ -502,10 +509,10 @@ static ZeroResult write_trace(Mlp* mlp) {
     return result;
 }
 
-// Sums and hash of the params; ranks that differ are an error.
+// Sums and hashes of the params and the state; ranks that differ are an error.
 static ZeroResult compare_ranks(Mlp* mlp, ParamsDigest* digest) {
     ZERO_TRY(params_sums(digest, &mlp->zero, mlp->width));
-    return zero_check_replicas(&mlp->zero, &digest->hash);
+    return zero_run_hash(&mlp->zero, &digest->hash, &digest->run);
 }
 
 static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDigest* digest,
@@ -521,6 +528,7 @@ static void print_result(const Mlp* mlp, const PeakBytes* peaks, const ParamsDig
     printf("plain sum of the parameters: %.10f\n", digest->plain_sum);
     printf("params hash: %016llx (the same on %d rank%s)\n", (unsigned long long)digest->hash,
            mlp->world->ranks, mlp->world->ranks == 1 ? "" : "s");
+    printf("run hash: %016llx (parameters, optimizer state and updates)\n", (unsigned long long)digest->run);
 }
 
 static void print_header(const Mlp* mlp) {
@@ -597,7 +605,6 @@ static ZeroResult plan_layers(const Options* given, long long layers, int ranks,
     o.layers = layers;
     memset(&mlp, 0, sizeof(mlp));
     mlp_sizes(&mlp, &o, ranks);
-    if (mlp.micros < 1) mlp.micros = 1; // more ranks than this total batch has batches
     char(*names)[24] = (char(*)[24])calloc(2 * (size_t)layers, sizeof(names[0]));
     ZeroResult result = names ? mlp_layout(&mlp.layout, &o, ranks, names)
                               : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", layers);

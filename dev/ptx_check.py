@@ -8,8 +8,8 @@ Every instance of the update kernel (3 algorithms x fp32, and bf16 with masters 
 and in fp32: fifteen are due):
   - fp32 data is read and written 16 bytes at a time (v4.f32), at least once for each buffer it has to touch;
   - bf16 data is read and written 8 bytes at a time (v2.b32, v4.b16 or b64), once or more for each of them.
-Every instance of the norm kernel: the same for its one read; of the sum kernel (two are due) for its own gradients, those of
-the others, the sums before and the store.
+Both instances of the norm kernel and both of the sum kernel take eight elements at a time: 16 bytes of bf16, twice 16 of fp32;
+the sum kernel for its own gradients, those of the others, the sums before and the store.
 
 Prints one line a kernel; exit code 1 if something is not as it should be.
 """
@@ -18,10 +18,10 @@ import re
 import sys
 
 APPROXIMATE = re.compile(r"\b(?:\w+\.approx(?:\.ftz)?\.f32|div\.full(?:\.ftz)?\.f32)")
-WIDE = r"\.global(?:\.\w+)*\.v4\.[fb]32"
+WIDE = r"\.global(?:\.\w+)*\.v4\.[fbu]32"
 HALF = r"\.global(?:\.\w+)*\.(?:v2\.[ubf]32|v4\.[ub]16|b64)"
 ACCESSES = [re.compile(r"\b" + kind + width) for width in (WIDE, HALF) for kind in ("ld", "st")]
-NAMES = ("v4.f32 loads", "v4.f32 stores", "8-byte loads", "8-byte stores")
+NAMES = ("16-byte loads", "16-byte stores", "8-byte loads", "8-byte stores")
 ALGORITHMS = ("AdamW", "Adam", "SGD")                         # ZeroAlgorithm
 ROUNDINGS = ("fp32", "bf16 + masters", "bf16 stochastic")     # ZeroRounding
 WITH_FP32_GRADS = {"bf16 + masters": (2, 1, 0, 1), "bf16 stochastic": (1, 0, 1, 1)}
@@ -45,12 +45,11 @@ def expected(name):
         loads, stores, loads_8, stores_8 = (WITH_FP32_GRADS if wide_grads else ALWAYS)[rounding]
         what = f"update {algorithm}, {rounding}{', fp32 sums' if wide_grads else ''}"
         return what, (loads + states, stores + states, loads_8, stores_8)
-    if "zero_norm_partials_kernel" in name:
-        bf16 = "ZeroBf16" in name
-        return f"norm {'bf16' if bf16 else 'fp32'}", (0, 0, 1, 0) if bf16 else (1, 0, 0, 0)
-    if "zero_sum_kernel" in name:
-        bf16 = "ZeroBf16" in name
-        return f"sum {'bf16' if bf16 else 'fp32'}", (1, 1, 2, 0) if bf16 else (3, 1, 0, 0)
+    grad = "bf16" if "ZeroBf16" in name else "fp32"
+    if "zero_norm_squares_kernel" in name:
+        return f"norm {grad}", (1 if grad == "bf16" else 2, 0, 0, 0)
+    if "zero_sum_kernel" in name:   # (own, of the others, sums before), sums
+        return f"sum {grad}", (1 + 1 + 2 if grad == "bf16" else 2 + 2 + 2, 2, 0, 0)
     length, rest = re.match(r"_Z(\d+)(\w+)", name).groups()
     return rest[:int(length)], (0, 0, 0, 0)
 
@@ -61,21 +60,21 @@ def main():
     with open(sys.argv[1], encoding="utf-8") as file:
         found = {name: body for name, body in kernels(file.read()).items() if re.match(r"_Z\d+zero_", name)}
     wrong = 0
-    updates = sums = 0
+    updates = others = 0
     for name, body in found.items():
         title, least = expected(name)
         updates += title.startswith("update")
-        sums += title.startswith("sum ")
+        others += title.startswith(("sum ", "norm "))
         counts = [len(pattern.findall(body)) for pattern in ACCESSES]
         faults = sorted(set(APPROXIMATE.findall(body)))
         for what, count, need in zip(NAMES, counts, least):
             if count < need:
                 faults.append(f"{count} {what}, {need} needed")
         wrong += bool(faults)
-        print(f"ptx: {title:42} v4.f32 {counts[0]:2} loads {counts[1]:2} stores   8-byte {counts[2]:2} loads "
+        print(f"ptx: {title:42} 16-byte {counts[0]:2} loads {counts[1]:2} stores   8-byte {counts[2]:2} loads "
               f"{counts[3]:2} stores   {'fine' if not faults else 'WRONG: ' + '; '.join(faults)}")
-    if updates != 15 or sums != 2:
-        print(f"ptx: WRONG: {updates} instances of the update kernel and {sums} of the sum kernel, 15 and 2 expected")
+    if updates != 15 or others != 4:
+        print(f"ptx: WRONG: {updates} instances of the update kernel, {others} of norm and sum, 15 and 4 expected")
         wrong += 1
     return 1 if wrong else 0
 

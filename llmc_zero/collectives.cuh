@@ -4,8 +4,8 @@
    caller's compute stream. All cross-stream edges of the library are here, each an event and one cudaStreamWaitEvent:
      E1   compute -> comm   a bucket's gradients are final            -> reduce it
      E2   comm -> compute   all buckets are reduced                   -> norm and update read them
-     E3   compute -> comm   this rank's sums of squares are written   -> gather them
-     E4   comm -> compute   every rank's have arrived                 -> finish the norm
+     E3   compute -> comm   this rank's sums of the step are written  -> add them up over the ranks
+     E4   comm -> compute   the sums of all ranks have arrived        -> finish the norm
      E5   compute -> comm   a bucket's slice is updated               -> gather it
      E6   comm -> compute   a bucket's parameters are complete        -> forward reads them
      E7   comm -> compute   a reduce has read a bucket or a slot      -> backward of another micro-step or unit overwrites it
@@ -15,11 +15,11 @@
      E11  comm -> compute   a window of sums has arrived              -> update it (stage 0)
    Orders that need no edge of their own, because these give them (the comm stream is first in, first out):
      O1  backward of the next step overwrites gradients that a reduce reads:   behind E2
-     O2  the sums of the next step overwrite those that a gather reads:        behind E4
+     O2  the sums of the next step overwrite those that ranks add up:          behind E4
      O3  the update of the next step overwrites a slice that a gather reads:   that gather lies before the next
          step's reduces in the comm stream, so behind E2
-     O4  the next step's sums overwrite a shard that the update reads, and partial sums that the norm reads: the sum
-         kernel lies behind E1 of that step, and the compute stream had update and norm before
+     O4  the next step's sums overwrite a shard that the update reads, and its squares are added where the norm has just
+         written zeros: the sum kernel lies behind E1 of that step, and the compute stream had update and norm before
      O5  a gather of stage 3 reads the shard that the update writes:           E8, recorded behind that update
    With one rank there is no exchange and no edge, and kernels of the comm stream run on the compute stream; with
    ZERO_NO_NCCL nothing else is possible.
@@ -29,7 +29,7 @@
 
    defines: ZeroNcclComm, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_begin_reduce, zero_comm_reduce_scatter,
             zero_comm_exchange, zero_comm_end_reduce, zero_comm_wait_overwrite, zero_comm_wait_reduced,
-            zero_comm_gather_sums, zero_comm_gather, zero_comm_wait_gathered, zero_comm_gather_slot, zero_comm_wait_slot,
+            zero_comm_share_words, zero_comm_gather, zero_comm_wait_gathered, zero_comm_gather_slot, zero_comm_wait_slot,
             zero_comm_broadcast, zero_comm_wait_window, zero_comm_drain, zero_wait_event
 */
 #ifndef LLMC_ZERO_COLLECTIVES_CUH_INCLUDED
@@ -171,13 +171,13 @@ static inline ZeroResult zero_comm_begin_reduce(ZeroComm*, int, int*) { return z
 static inline ZeroResult zero_comm_reduce_scatter(ZeroComm*, int, void*, ZeroReduction, int) {
     return zero_ok();
 }
-static inline ZeroResult zero_comm_exchange(ZeroComm*, int, const void*, size_t, size_t, void*) {
+static inline ZeroResult zero_comm_exchange(ZeroComm*, int, const void*, size_t, size_t, int, void*) {
     return zero_ok();
 }
 static inline ZeroResult zero_comm_end_reduce(ZeroComm*, cudaEvent_t, const int*) { return zero_ok(); }
 static inline ZeroResult zero_comm_wait_overwrite(ZeroComm*, cudaEvent_t) { return zero_ok(); }
 static inline ZeroResult zero_comm_wait_reduced(ZeroComm*) { return zero_ok(); }
-static inline ZeroResult zero_comm_gather_sums(ZeroComm*, const double*, double*) { return zero_ok(); }
+static inline ZeroResult zero_comm_share_words(ZeroComm*, uint64_t*, size_t, int) { return zero_ok(); }
 static inline ZeroResult zero_comm_gather(ZeroComm*, int, void*) { return zero_ok(); }
 static inline ZeroResult zero_comm_wait_gathered(ZeroComm*, int) { return zero_ok(); }
 static inline ZeroResult zero_comm_gather_slot(ZeroComm*, int, const void*, void*, cudaEvent_t) {
@@ -237,11 +237,11 @@ static inline ZeroResult zero_comm_reduce_scatter(ZeroComm* c, int b, void* buck
     return zero_ok();
 }
 
-/* All-to-all of a piece: elements [first, first + count) of every rank's slice of a bucket go to that rank; what the others
-   send of this rank's slice arrives in scratch, count elements each, in rank order without this rank. Not ncclAlltoAll: that
-   wants all slices of a piece one after another in memory. */
+/* All-to-all of a piece: elements [first, first + count) of every rank's slice of a bucket go to that rank, from ranks
+   0 .. senders - 1; what the others send of this rank's slice arrives in scratch, count elements each, in rank order without
+   this rank. Not ncclAlltoAll: that wants all slices of a piece one after another in memory. */
 static inline ZeroResult zero_comm_exchange(ZeroComm* c, int b, const void* bucket, size_t first,
-                                            size_t count, void* scratch) {
+                                            size_t count, int senders, void* scratch) {
     const ncclDataType_t type = zero_nccl_type(c->layout->dtype);
     const size_t bytes = zero_dtype_bytes(c->layout->dtype);
     char* to = (char*)scratch;
@@ -249,10 +249,12 @@ static inline ZeroResult zero_comm_exchange(ZeroComm* c, int b, const void* buck
     if (c->ranks == 1) return zero_ok();
     ZERO_TRY_NCCL(ncclGroupStart());
     for (r = 0; r < c->ranks; r++) {
+        ncclResult_t sent = ncclSuccess, received = ncclSuccess;
         if (r == c->rank) continue;
-        ncclResult_t sent = ncclSend((const char*)bucket + zero_slice_bytes(c, b, r) + first * bytes, count,
-                                     type, r, c->comm, c->stream);
-        ncclResult_t received = ncclRecv(to, count, type, r, c->comm, c->stream);
+        if (c->rank < senders)
+            sent = ncclSend((const char*)bucket + zero_slice_bytes(c, b, r) + first * bytes, count, type, r,
+                            c->comm, c->stream);
+        if (r < senders) received = ncclRecv(to, count, type, r, c->comm, c->stream);
         if (sent != ncclSuccess || received != ncclSuccess) {
             ncclGroupEnd();
             ZERO_TRY_NCCL(sent);
@@ -291,16 +293,21 @@ static inline ZeroResult zero_comm_wait_reduced(ZeroComm* c) {
     return zero_span_end(&c->timeline, span);
 }
 
-/* Gathers two doubles of each rank: all[2 * r] and all[2 * r + 1] are rank r's (E3, E4). */
-static inline ZeroResult zero_comm_gather_sums(ZeroComm* c, const double* own, double* all) {
-    int span, gather;
+/* Adds up `count` words over the ranks, in place; or with gather = 1 gathers them: rank r's are words[r * count ...] (E3,
+   E4). */
+static inline ZeroResult zero_comm_share_words(ZeroComm* c, uint64_t* words, size_t count, int gather) {
+    int span, share;
     if (c->ranks == 1) return zero_ok();
     ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMPUTE, ZERO_SPAN_WAIT, ZERO_NO_INDEX, &span));
     ZERO_TRY_CUDA(cudaEventRecord(c->to_comm, c->compute));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->stream, c->to_comm, 0)); /* E3 */
-    ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMMUNICATION, "gather sums", ZERO_NO_INDEX, &gather));
-    ZERO_TRY_NCCL(ncclAllGather(own, all, 2, ncclDouble, c->comm, c->stream));
-    ZERO_TRY(zero_span_end(&c->timeline, gather));
+    ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMMUNICATION, "sums", ZERO_NO_INDEX, &share));
+    if (gather)
+        ZERO_TRY_NCCL(
+            ncclAllGather(words + (size_t)c->rank * count, words, count, ncclUint64, c->comm, c->stream));
+    else
+        ZERO_TRY_NCCL(ncclAllReduce(words, words, count, ncclUint64, ncclSum, c->comm, c->stream));
+    ZERO_TRY(zero_span_end(&c->timeline, share));
     ZERO_TRY_CUDA(cudaEventRecord(c->summed, c->stream));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->compute, c->summed, 0)); /* E4 */
     return zero_span_end(&c->timeline, span);

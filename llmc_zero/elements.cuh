@@ -40,6 +40,23 @@ static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x
 static __device__ __forceinline__ void zero_store(float* to, const float (&x)[4]) {
     *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
 }
+/* eight elements: 32 bytes of fp32, 16 of bf16; the pointer is aligned to 16 */
+static __device__ __forceinline__ void zero_load(const float* from, float (&x)[8]) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0],
+                 high = reinterpret_cast<const float4*>(from)[1];
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+static __device__ __forceinline__ void zero_load(const ZeroBf16* from, float (&x)[8]) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+    uint16_t bits[8];
+    memcpy(bits, &raw, sizeof(bits));
+    for (int k = 0; k < 8; k++) x[k] = zero_from_bf16(bits[k]);
+}
+static __device__ __forceinline__ void zero_store(float* to, const float (&x)[8]) {
+    reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
 static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint32_t (&bits)[4]) {
     *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | (bits[1] << 16), bits[2] | (bits[3] << 16));
 }
@@ -57,6 +74,9 @@ static __device__ __forceinline__ void zero_store_bits(ZeroBf16* to, const uint3
 static inline int zero_is_aligned(const void* pointer, size_t element_bytes) {
     return (uintptr_t)pointer % (4 * element_bytes) == 0;
 }
+
+/* The same for eight elements. */
+static inline int zero_is_aligned_16(const void* pointer) { return (uintptr_t)pointer % 16 == 0; }
 
 /* How a chunk splits: `head` elements up to an offset that is a multiple of four, `vectors` of four, and a tail. */
 static __device__ __forceinline__ void zero_split_chunk(const ZeroChunk& chunk, int aligned, uint32_t* head,

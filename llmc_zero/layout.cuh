@@ -25,7 +25,8 @@
      L4  slice r of bucket b is [offset + r * count / ranks, + count / ranks); in rank r's shard (its slices one
          after another) it starts at offset / ranks. So flat offset and shard offset agree modulo align.
      L5  the chunk table of a rank covers each real element that the rank owns once, and no padding; over all
-         ranks it covers each element of the model once. A chunk stays inside one segment and one bucket.
+         ranks it covers each element of the model once. A chunk stays inside one segment and one bucket, and cuts no
+         cell of 64 places of the flat buffer.
      L6  gaps and padding belong to no segment; they are zero in gradients before every reduction.
 
    defines: ZeroDtype, ZeroSegment, ZeroLayoutConfig, ZeroBucket, ZeroLayout, ZeroChunk, zero_segment,
@@ -44,7 +45,8 @@
 
 #define ZERO_ALIGN_BYTES 256      /* what cudaMalloc gives; whole sectors for NCCL and for vector accesses */
 #define ZERO_CHUNK_MAX_COUNT 2048 /* elements of a chunk = of one block of 256 threads */
-#define ZERO_BUCKETS_MAX 65536    /* each costs an event, a launch and two collectives a step */
+#define ZERO_CELL_COUNT 64 /* squares are added up by so many places of the flat buffer; see grad_norm.cuh */
+#define ZERO_BUCKETS_MAX 65536         /* each costs an event, a launch and two collectives a step */
 #define ZERO_COUNT_MAX (SIZE_MAX / 64) /* elements of a model, so that no number of bytes overflows */
 #define ZERO_ALL_RANKS (-1)
 
@@ -415,14 +417,17 @@ static inline ZeroResult zero_layout(ZeroLayout* layout, const ZeroSegment* segm
     return result;
 }
 
-/* Appends the chunks of flat range [start, end), not empty, of one segment; with chunks == NULL it only counts. */
+/* Appends the chunks of flat range [start, end), not empty, of one segment; with chunks == NULL it only counts. A chunk ends
+   where a cell does, or the range. */
 static inline size_t zero_cut_chunks(const ZeroLayout* layout, int s, size_t start, size_t end,
                                      size_t state_shift, size_t max_count, ZeroChunk* chunks) {
     const ZeroSegment* segment = &layout->segments[s];
     size_t chunks_count = 0;
-    if (!chunks) return (end - start) / max_count + ((end - start) % max_count != 0);
+    const size_t before = max_count % ZERO_CELL_COUNT == 0 ? start % ZERO_CELL_COUNT : 0;
+    if (!chunks) return (end - start + before + max_count - 1) / max_count;
     for (; start < end; chunks_count++) {
-        size_t count = end - start < max_count ? end - start : max_count;
+        const size_t room = max_count - (chunks_count == 0 ? before : 0);
+        const size_t count = end - start < room ? end - start : room;
         ZeroChunk* chunk = &chunks[chunks_count];
         chunk->flat_offset = start;
         chunk->state_offset = start - state_shift;
@@ -474,7 +479,7 @@ static inline size_t zero_walk_chunks(const ZeroLayout* layout, int rank, size_t
 
 /* The work of a rank (its slices; state_offset counts in its shard), or with ZERO_ALL_RANKS of the whole model
    (state_offset = flat_offset), bucket by bucket (L5).
-     max_count     elements of a chunk at most; ZERO_CHUNK_MAX_COUNT for the kernels
+     max_count     elements of a chunk at most; ZERO_CHUNK_MAX_COUNT for the kernels, which want whole cells
      chunks        out: malloc'ed, the caller frees; never NULL on success
      bucket_first  out, buckets_count + 1 numbers: chunks [bucket_first[b], bucket_first[b + 1]) belong to bucket b */
 static inline ZeroResult zero_chunk_table(const ZeroLayout* layout, int rank, size_t max_count,

@@ -22,7 +22,7 @@ typedef enum ZeroMemoryKind {
     ZERO_MEMORY_PARAMS = 0,
     ZERO_MEMORY_GRADS,
     ZERO_MEMORY_STATE,       /* m, v, masters */
-    ZERO_MEMORY_SCRATCH,     /* chunk tables, partial sums, scalars */
+    ZERO_MEMORY_SCRATCH,     /* chunk tables, scalars, sums */
     ZERO_MEMORY_ACTIVATIONS, /* the caller's: activations and workspace */
     ZERO_MEMORY_KINDS
 } ZeroMemoryKind;
@@ -100,35 +100,26 @@ static inline size_t zero_sums_bytes(const ZeroSchedule* s, const ZeroLayout* la
     return s->sums_sharded ? zero_shard_count(layout) * sizeof(float) : 0;
 }
 
-/* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the norm's fp64 partial sums, the scalars, two
-   fp64 numbers to send and two from each rank (one rank sends none), and room for what arrives of gradients or sums. */
-static inline ZeroResult zero_scratch_bytes(const ZeroSchedule* s, const ZeroLayout* layout, int rank,
-                                            int stage, size_t* bytes) {
-    size_t* bucket_first = (size_t*)zero_alloc_array((size_t)layout->buckets_count + 1, sizeof(size_t));
-    size_t own, all = 0, partials;
-    *bytes = 0;
-    if (!bucket_first)
-        return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d buckets", layout->buckets_count);
-    own = zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, NULL, bucket_first);
-    partials = zero_norm_blocks(own);
-    if (s->sum_kernel) {
-        ZeroChunk* chunks = (ZeroChunk*)zero_alloc_array(own, sizeof(ZeroChunk));
-        if (chunks) {
-            zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, chunks, bucket_first);
-            zero_walk_pieces(layout, rank, s->piece_count, chunks, bucket_first, NULL, NULL, &partials);
-        }
-        free(chunks);
-        if (!chunks) own = SIZE_MAX;
-    }
-    free(bucket_first);
-    if (own == SIZE_MAX) return zero_error(ZERO_ERROR_MEMORY, "no host memory for a chunk table");
+#define ZERO_SUMS_BYTES \
+    512 /* the numbers that ranks add up in a step: room for this rank's, and for all ranks' */
+
+/* Two words of each rank, to compare them. */
+static inline size_t zero_words_bytes(const ZeroLayout* layout) {
+    return 2 * sizeof(uint64_t) * (size_t)layout->ranks;
+}
+
+/* Scratch of a rank: its chunk table, in stage 0 that of the whole model too, the scalars, what ranks add up and compare, and
+   room for what arrives of gradients or sums. */
+static inline size_t zero_scratch_bytes(const ZeroSchedule* s, const ZeroLayout* layout, int rank,
+                                        int stage) {
+    const size_t own = zero_walk_chunks(layout, rank, ZERO_CHUNK_MAX_COUNT, NULL, NULL);
+    size_t all = 0;
     if (s->sums_gather)
         zero_walk_windows(layout, s->window_count, NULL, NULL, &all);
     else if (stage == 0 && layout->ranks > 1)
         all = zero_walk_chunks(layout, ZERO_ALL_RANKS, ZERO_CHUNK_MAX_COUNT, NULL, NULL);
-    *bytes = (own + all) * sizeof(ZeroChunk) + partials * sizeof(double) + ZERO_SCALARS_BYTES +
-             2 * sizeof(double) * (layout->ranks > 1 ? (size_t)layout->ranks + 1 : 1) + s->scratch_bytes;
-    return zero_ok();
+    return (own + all) * sizeof(ZeroChunk) + ZERO_SCALARS_BYTES + 2 * ZERO_SUMS_BYTES +
+           zero_words_bytes(layout) + s->scratch_bytes;
 }
 
 /* The bytes that a rank will hold. The README has the table. */
@@ -141,7 +132,8 @@ static inline ZeroResult zero_plan(ZeroPlan* plan, const ZeroLayout* layout, con
     plan->state_bytes =
         zero_state_count(layout, choice->stage) * sizeof(float) *
         (size_t)zero_state_arrays(choice->algorithm, choice->momentum, layout->dtype, choice->masters);
-    return zero_scratch_bytes(&s, layout, choice->rank, choice->stage, &plan->scratch_bytes);
+    plan->scratch_bytes = zero_scratch_bytes(&s, layout, choice->rank, choice->stage);
+    return zero_ok();
 }
 
 #endif /* LLMC_ZERO_MEMORY_CUH_INCLUDED */

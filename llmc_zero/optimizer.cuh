@@ -41,10 +41,10 @@
      Z3  params, m, v, masters and t change in zero_update only, and only if no rank saw a gradient that is not
          finite and the norm after clipping can be squared in fp32 (Adam: below 1.8e19); then on all ranks.
      Z4  the same calls give the same bits with overlap 0 and 1.
-     Z5  with ZERO_REDUCE_ORDERED the same calls give the same bits for any buckets and, with ZERO_ACCUMULATE_MICRO, in
-         every stage.
+     Z5  with ZERO_REDUCE_ORDERED the same calls give the same bits for any buckets and, with ZERO_ACCUMULATE_MICRO (the
+         default there), in every stage; with zero_begin_batches, for any number of ranks.
 
-   defines: ZeroReport, zero_attach, zero_vote, zero_grad_norm, zero_skip, zero_set_step, zero_update, zero_report
+   defines: ZeroReport, zero_add_loss, zero_vote, zero_grad_norm, zero_skip, zero_set_step, zero_update, zero_report
             (and with it come optimizer_setup.cuh: settings and buffers, optimizer_params.cuh: parameters and state,
             optimizer_grads.cuh: gradients)
 */
@@ -58,17 +58,23 @@ typedef struct ZeroReport {
     uint64_t t;       /* updates applied */
     uint64_t skipped; /* steps dropped because a gradient was not finite */
     uint64_t skipped_in_row;
-    uint64_t dropped;     /* steps dropped by zero_skip */
-    int skip;             /* the last step was one of either */
-    float norm;           /* of the last step, before clipping */
-    double passenger_sum; /* zero_attach */
-    int votes;            /* zero_vote: ranks that had a vote in the last step */
-    double exposed_ms;    /* compute stream stood still for collectives since the last report; needs timing */
+    uint64_t dropped; /* steps dropped by zero_skip */
+    int skip;         /* the last step was one of either */
+    float norm;       /* of the last step, before clipping */
+    double
+        loss_sum; /* zero_add_loss: of all micro-batches of all ranks in the last step; inf: one was not finite */
+    int votes;         /* zero_vote: ranks that had a vote in the last step */
+    double exposed_ms; /* compute stream stood still for collectives since the last report; needs timing */
 } ZeroReport;
 
-/* One double on the device that travels with the next norms to all ranks and is added up in rank order (the loss,
-   say): ZeroReport.passenger_sum. NULL: none. It must be written on the compute stream before zero_grad_norm. */
-static inline void zero_attach(ZeroOptimizer* z, const double* device_value) { z->passenger = device_value; }
+/* Adds a number on the device, a micro-batch's loss, to ZeroReport.loss_sum, which all ranks get with the norm. The sum is
+   exact and rounded once: it depends on neither the number of ranks nor the order. In each micro-step, once the compute stream
+   has been given what writes it; of a rank that is idle in this micro-step nothing is added. */
+static inline ZeroResult zero_add_loss(ZeroOptimizer* z, const double* device_value) {
+    if (z->micro < 0 || z->norm_done)
+        return zero_error(ZERO_ERROR_ORDER, "zero_add_loss comes after zero_begin and before zero_grad_norm");
+    return z->idle ? zero_ok() : zero_add_loss_launch(device_value, z->own_step_sums, z->comm.compute);
+}
 
 /* A vote that travels with the next norms: ZeroReport.votes says, on every rank alike, how many ranks gave one. For what
    one rank hears of and all must do in the same step (a signal to stop). 0 takes it back. */
@@ -114,9 +120,8 @@ static inline ZeroResult zero_wait_status(ZeroOptimizer* z) {
 }
 
 static inline ZeroNorm zero_describe_norm(const ZeroOptimizer* z) {
-    ZeroNorm norm = {z->chunks,        z->chunks_count, z->grads,
-                     z->layout->dtype, z->partials,     z->own_sums,
-                     z->all_sums,      z->scalars,      z->schedule.sum_kernel ? z->partials_count : 0};
+    ZeroNorm norm = {z->chunks,        z->chunks_count, z->grads,  z->layout->dtype,
+                     z->own_step_sums, z->step_sums,    z->scalars};
     return norm;
 }
 
@@ -124,8 +129,7 @@ static inline ZeroStepSettings zero_step_settings(const ZeroOptimizer* z) {
     const ZeroConfig* c = &z->config;
     /* Adam squares in fp32: beyond the root of its largest number v would stay infinite for good */
     const double norm_limit = c->algorithm == ZERO_SGD ? 3.4e38 : 1.8e19;
-    ZeroStepSettings settings = {c->beta1, c->beta2,  z->grad_scale / z->ranks, c->max_norm, c->seed,
-                                 z->ranks, norm_limit};
+    ZeroStepSettings settings = {c->beta1, c->beta2, z->grad_scale, c->max_norm, c->seed, norm_limit};
     return settings;
 }
 
@@ -147,10 +151,10 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
         ZERO_TRY(zero_reduce_rest(z));
         ZERO_TRY(zero_comm_wait_reduced(&z->comm));
         ZERO_TRY(zero_span_begin(zero_timeline(z), ZERO_ROW_COMPUTE, "norm", ZERO_NO_INDEX, &span));
-        if (!z->schedule.sum_kernel) ZERO_TRY(zero_norm_partials(&work, z->comm.compute));
-        ZERO_TRY(zero_norm_sum(&work, z->passenger, z->vote, z->comm.compute));
+        if (!z->schedule.sum_kernel) ZERO_TRY(zero_norm_squares(&work, z->comm.compute));
+        ZERO_TRY(zero_norm_share(&work, z->vote, z->comm.compute));
         ZERO_TRY(zero_span_end(zero_timeline(z), span));
-        ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
+        ZERO_TRY(zero_comm_share_words(&z->comm, z->step_sums, ZERO_SUM_WORDS, 0));
         ZERO_TRY(zero_norm_finish(&work, &settings, z->comm.compute));
         ZERO_TRY(zero_send_status(z, 0));
         z->norm_done = 1;
@@ -298,7 +302,7 @@ static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     report->dropped = s->dropped;
     report->skip = s->skip;
     report->norm = s->norm;
-    report->passenger_sum = s->passenger_sum;
+    report->loss_sum = s->loss_sum;
     report->votes = s->votes;
     ZERO_TRY(zero_read_timeline(z));
     report->exposed_ms = zero_timeline_take_exposed(zero_timeline(z));

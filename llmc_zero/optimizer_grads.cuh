@@ -1,7 +1,7 @@
 /* llmc_zero/optimizer_grads.cuh - ZeroOptimizer: gradients of a step, from zero_begin to the reduction of the last bucket. The
    manual is in optimizer.cuh.
 
-   defines: zero_begin, zero_grads_acquire, zero_grads_ready
+   defines: zero_begin, zero_begin_batches, zero_micros, zero_grads_acquire, zero_grads_ready
 */
 #ifndef LLMC_ZERO_OPTIMIZER_GRADS_CUH_INCLUDED
 #define LLMC_ZERO_OPTIMIZER_GRADS_CUH_INCLUDED
@@ -47,17 +47,17 @@ static inline ZeroResult zero_sum_bucket(ZeroOptimizer* z, int b, char* grads, s
     sum.grads_first = first;
     sum.dtype = z->layout->dtype;
     sum.others = ordered ? z->scratch : NULL;
-    sum.ranks = z->ranks;
+    sum.senders = z->senders;
     sum.rank = z->rank;
     sum.sums = z->schedule.sums_sharded ? z->sums : (float*)grads;
     sum.sums_sharded = z->schedule.sums_sharded;
     sum.add = z->schedule.micro && z->micro > 0;
-    sum.partials = z->micro == z->micros - 1 ? z->partials : NULL;
+    sum.own_sums = z->micro == z->micros - 1 ? z->own_step_sums : NULL;
     for (p = z->bucket_pieces[b]; p < z->bucket_pieces[b + 1]; p++) {
         sum.piece = z->pieces[p];
         if (ordered)
             ZERO_TRY(zero_comm_exchange(&z->comm, b, bucket, sum.piece.flat_first - slice, sum.piece.count,
-                                        z->scratch));
+                                        z->senders, z->scratch));
         ZERO_TRY(zero_sum_launch(&sum, z->comm.stream));
     }
     return zero_ok();
@@ -90,10 +90,11 @@ static inline ZeroResult zero_reduce_rest(ZeroOptimizer* z) {
     return zero_ok();
 }
 
-/* Begins micro-step `micro` (0 .. micros - 1) of a step. grad_scale: what the gradients of the whole step, summed
-   over micro-steps, still lack: 1 if the caller has divided the loss by micros, 1/micros if not. */
-static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, double grad_scale) {
+/* Begins a micro-step: global micro-batches micro * ranks + rank of `batches`, of which the last ranks may have none. */
+static inline ZeroResult zero_begin_micro(ZeroOptimizer* z, int micro, int micros, int64_t batches,
+                                          double grad_scale) {
     const int spans_max = 1 << 20; /* nobody asks for them */
+    const int64_t left = batches - (z->schedule.micro ? (int64_t)micro * z->ranks : 0);
     int b, u, expected = z->micro < 0 ? 0 : z->micro + 1;
     if (!z->params || !z->grads_there || !z->state_there)
         return zero_error(ZERO_ERROR_ORDER,
@@ -112,6 +113,8 @@ static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, dou
     if (micro > 0 && z->schedule.micro) ZERO_TRY(zero_reduce_rest(z));
     z->micro = micro;
     z->micros = micros;
+    z->senders = left < z->ranks ? (int)left : z->ranks;
+    z->idle = (int64_t)micro * z->ranks + z->rank >= batches;
     z->grad_scale = grad_scale;
     z->norm_done = 0;
     if (micro == 0 && z->comm.timeline.spans_count > spans_max)
@@ -121,6 +124,32 @@ static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, dou
         z->buckets[b].waits = z->layout->buckets[b].units;
         z->buckets[b].reduced = 0;
     }
+    return zero_ok();
+}
+
+/* Begins micro-step `micro` (0 .. micros - 1) of a step. grad_scale: what the gradients of the whole step, summed
+   over micro-steps, still lack: 1 if the caller has divided the loss by micros, 1/micros if not. They are averaged over the
+   ranks by z. */
+static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, double grad_scale) {
+    return zero_begin_micro(z, micro, micros, (int64_t)micros * z->ranks, grad_scale / z->ranks);
+}
+
+/* The same for a step of so many micro-batches, of all ranks together, that ranks need not divide: micro-step `micro` of
+   zero_micros(z, batches). This rank's micro-batch is number micro * ranks + rank; *idle = 1 tells that there is none: then
+   make the same calls as the others, without computing; what lies in the gradients does not count. The gradients are those of
+   each micro-batch's own mean loss, and z takes their mean: the sum times grad_scale / batches, in one factor (grad_scale: 1,
+   or what undoes a scale of the loss). So with ZERO_REDUCE_ORDERED a step is the same to the bit for any number of ranks. */
+static inline int zero_micros(const ZeroOptimizer* z, int batches) {
+    return (batches + z->ranks - 1) / z->ranks;
+}
+static inline ZeroResult zero_begin_batches(ZeroOptimizer* z, int micro, int batches, double grad_scale,
+                                            int* idle) {
+    *idle = 0;
+    if (batches < 1 || batches > INT32_MAX - z->ranks)
+        return zero_error(ZERO_ERROR_ARGUMENT, "%d micro-batches in a step; 1 .. %d are possible", batches,
+                          INT32_MAX - z->ranks);
+    ZERO_TRY(zero_begin_micro(z, micro, zero_micros(z, batches), batches, grad_scale / batches));
+    *idle = z->idle;
     return zero_ok();
 }
 
@@ -188,6 +217,24 @@ static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** g
     return zero_ok();
 }
 
+/* A rank without a micro-batch: where a reduction of NCCL's takes this unit, it adds zeros. */
+static inline ZeroResult zero_clear_idle(ZeroOptimizer* z, int unit) {
+    const size_t bytes = zero_dtype_bytes(z->layout->dtype);
+    const ZeroSlot* slot = z->config.stage >= 2 ? zero_slots_find(&z->grads_slots, unit) : NULL;
+    int s;
+    if (!z->idle || z->config.reduction == ZERO_REDUCE_ORDERED || (z->micro > 0 && !z->schedule.micro))
+        return zero_ok();
+    if (slot)
+        ZERO_TRY_CUDA(cudaMemsetAsync(slot->memory, 0, zero_slot_bytes(slot, z->layout), z->comm.compute));
+    for (s = 0; z->config.stage < 2 && s < z->layout->segments_count; s++) {
+        const ZeroSegment* segment = &z->layout->segments[s];
+        if (segment->unit == unit && segment->count > 0)
+            ZERO_TRY_CUDA(cudaMemsetAsync((char*)z->grads + segment->flat_offset * bytes, 0,
+                                          segment->count * bytes, z->comm.compute));
+    }
+    return zero_ok();
+}
+
 /* Stages 2 and 3: the unit's buckets are reduced out of its slot, which is free behind that. */
 static inline ZeroResult zero_reduce_slot(ZeroOptimizer* z, int unit) {
     ZeroSlot* slot = zero_slots_find(&z->grads_slots, unit);
@@ -219,6 +266,7 @@ static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
             "unit %d: zero_grads_ready in micro-step %d of %d, but zero_grads_acquire did not give its "
             "gradients",
             unit, z->micro, z->micros);
+    ZERO_TRY(zero_clear_idle(z, unit));
     z->units[unit].ready = 1;
     if (z->config.stage >= 2) return zero_reduce_slot(z, unit);
     if (z->micro < z->micros - 1 && !z->schedule.micro) return zero_ok();

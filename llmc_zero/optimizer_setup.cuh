@@ -13,8 +13,9 @@ typedef struct ZeroConfig {
     int stage; /* 0: everything everywhere; 1: state on its owner; 2: gradients, too; 3: parameters, too */
     ZeroAlgorithm algorithm;
     ZeroReduction reduction;
-    ZeroAccumulation accumulation; /* stages 2 and 3: ZERO_ACCUMULATE_MICRO whatever this says */
-    int masters; /* bf16: 1 keeps fp32 masters, 0 rounds stochastically; fp32: no difference */
+    ZeroAccumulation
+        accumulation; /* default: micro with ZERO_REDUCE_ORDERED; in stages 2 and 3 micro always */
+    int masters;      /* bf16: 1 keeps fp32 masters, 0 rounds stochastically; fp32: no difference */
     int overlap; /* 1: reduce during backward, gather during the next forward (stage 3: the next unit); 0: no */
     int timing; /* ZeroTiming: 1: zero_report tells how long the compute stream stood still; 2: trace */
     int check_use; /* 1: a slot that is released, or given out to be written, is filled with NaN first (stages 2, 3) */
@@ -71,15 +72,15 @@ typedef struct ZeroOptimizer {
     float* exp_avg_sq; /* v */
     float* masters;
     ZeroSlots params_slots, grads_slots;
-    ZeroChunk* chunks;     /* of this rank: norm, sums, and but for stage 0 the update */
-    ZeroChunk* all_chunks; /* stage 0 with several ranks: of the whole model */
-    void* scratch;         /* schedule.scratch_bytes */
-    double* partials;      /* norm; see ZeroNorm */
-    double* own_sums;
-    double* all_sums;
+    ZeroChunk* chunks;       /* of this rank: norm, sums, and but for stage 0 the update */
+    ZeroChunk* all_chunks;   /* stage 0 with several ranks: of the whole model */
+    void* scratch;           /* schedule.scratch_bytes */
+    uint64_t* own_step_sums; /* ZERO_SUM_WORDS: see ZeroNorm */
+    uint64_t* step_sums;
+    uint64_t* rank_words; /* 2 of each rank; see zero_check_replicas */
     ZeroScalars* scalars;
     int params_owned, grads_owned, grads_there, state_there;
-    size_t chunks_count, all_chunks_count, partials_count;
+    size_t chunks_count, all_chunks_count;
     size_t* bucket_chunks; /* host: chunks of bucket b in the update's table are [b] .. [b + 1] */
     ZeroPiece* pieces;     /* host: of this rank's slices; bucket b has [bucket_pieces[b]] .. [b + 1] */
     size_t* bucket_pieces;
@@ -90,14 +91,15 @@ typedef struct ZeroOptimizer {
     cudaEvent_t status_copied;
     int status_in_flight; /* a copy was sent and has not been seen to arrive */
     int status_stale;     /* scalars changed since the last copy was sent */
-    const double* passenger;
     int vote;
     /* the step */
     ZeroUnitState* units;
     ZeroBucketState* buckets;
     int micro, micros; /* micro is -1 outside a step */
+    int senders;       /* ranks 0 .. senders - 1 have something to reduce in this micro-step */
+    int idle;          /* this rank has no micro-batch in this micro-step */
     int norm_done;
-    double grad_scale;
+    double grad_scale; /* what the summed gradients lack */
 } ZeroOptimizer;
 
 /* ------------------------------------------------------------------ memory */
@@ -165,9 +167,9 @@ static inline void zero_free(ZeroOptimizer* z) {
     zero_device_free(z, scratch, z->chunks_count * sizeof(ZeroChunk), z->chunks);
     zero_device_free(z, scratch, z->all_chunks_count * sizeof(ZeroChunk), z->all_chunks);
     zero_device_free(z, scratch, z->schedule.scratch_bytes, z->scratch);
-    zero_device_free(z, scratch, z->partials_count * sizeof(double), z->partials);
-    zero_device_free(z, scratch, 2 * sizeof(double), z->own_sums);
-    if (z->ranks > 1) zero_device_free(z, scratch, 2 * sizeof(double) * (size_t)z->ranks, z->all_sums);
+    zero_device_free(z, scratch, ZERO_SUMS_BYTES, z->own_step_sums);
+    zero_device_free(z, scratch, ZERO_SUMS_BYTES, z->step_sums);
+    zero_device_free(z, scratch, zero_words_bytes(z->layout), z->rank_words);
     zero_device_free(z, scratch, ZERO_SCALARS_BYTES, z->scalars);
     if (z->status) cudaFreeHost(z->status);
     if (z->status_copied) cudaEventDestroy(z->status_copied);
@@ -246,16 +248,13 @@ static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, const ZeroChunk* c
 /* The pieces in which this rank's slices are summed. */
 static inline ZeroResult zero_init_pieces(ZeroOptimizer* z, const ZeroChunk* chunks) {
     const size_t piece_count = z->schedule.piece_count;
-    size_t count = zero_walk_pieces(z->layout, z->rank, piece_count, chunks, z->bucket_chunks, NULL, NULL,
-                                    &z->partials_count);
+    const size_t count =
+        zero_walk_pieces(z->layout, z->rank, piece_count, chunks, z->bucket_chunks, NULL, NULL);
     z->pieces = (ZeroPiece*)zero_alloc_array(count, sizeof(ZeroPiece));
     z->bucket_pieces = (size_t*)zero_alloc_array((size_t)z->layout->buckets_count + 1, sizeof(size_t));
-    if (!z->pieces || !z->bucket_pieces) {
-        z->partials_count = 0;
+    if (!z->pieces || !z->bucket_pieces)
         return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu pieces of buckets", count);
-    }
-    zero_walk_pieces(z->layout, z->rank, piece_count, chunks, z->bucket_chunks, z->pieces, z->bucket_pieces,
-                     &z->partials_count);
+    zero_walk_pieces(z->layout, z->rank, piece_count, chunks, z->bucket_chunks, z->pieces, z->bucket_pieces);
     return zero_ok();
 }
 
@@ -266,7 +265,6 @@ static inline ZeroResult zero_init_own_chunks(ZeroOptimizer* z) {
         z->chunks_count = z->bucket_chunks[z->layout->buckets_count];
         result = zero_upload_chunks(z, chunks, z->chunks_count, &z->chunks);
     }
-    z->partials_count = zero_norm_blocks(z->chunks_count);
     if (result.code == ZERO_OK && z->schedule.sum_kernel) result = zero_init_pieces(z, chunks);
     free(chunks);
     return result;
@@ -316,18 +314,14 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
     ZERO_TRY(zero_init_buckets(z));
     ZERO_TRY(zero_init_own_chunks(z));
     if (z->config.stage == 0 && z->ranks > 1) ZERO_TRY(zero_init_all_chunks(z));
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "partial sums", z->partials_count * sizeof(double),
-                               (void**)&z->partials));
     if (z->schedule.scratch_bytes > 0)
         ZERO_TRY(
             zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "scratch", z->schedule.scratch_bytes, &z->scratch));
-    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a sum", 2 * sizeof(double), (void**)&z->own_sums));
-    z->all_sums = z->own_sums;
-    if (z->ranks > 1) {
-        z->all_sums = NULL;
-        ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "sums", 2 * sizeof(double) * (size_t)z->ranks,
-                                   (void**)&z->all_sums));
-    }
+    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "sums", ZERO_SUMS_BYTES, (void**)&z->own_step_sums));
+    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "sums", ZERO_SUMS_BYTES, (void**)&z->step_sums));
+    ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "words", zero_words_bytes(z->layout),
+                               (void**)&z->rank_words));
+    ZERO_TRY_CUDA(cudaMemsetAsync(z->own_step_sums, 0, ZERO_SUMS_BYTES, compute));
     ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "scalars", ZERO_SCALARS_BYTES, (void**)&z->scalars));
     ZERO_TRY_CUDA(cudaMemsetAsync(z->scalars, 0, ZERO_SCALARS_BYTES, compute));
     ZERO_TRY_CUDA(cudaMallocHost((void**)&z->status, sizeof(ZeroScalars)));

@@ -1,7 +1,8 @@
-/* llmc_zero/replicas.cuh - do all ranks hold the same parameters, to the bit?
+/* llmc_zero/replicas.cuh - do all ranks hold the same parameters, to the bit? Do two runs?
 
-       uint64_t hash;
+       uint64_t hash, run;
        ZeroResult r = zero_check_replicas(&z, &hash);      // ZERO_ERROR_REPLICAS: they do not
+       r = zero_run_hash(&z, &hash, &run);                 // and of the state, and t: what two people compare
 
    The hash is a sum, modulo 2^64, of one term for each element: its bits mixed with its model index. So it depends on
    neither ranks, stage nor bucket size, and the order of adding does not matter; an exchange of two elements or of two
@@ -10,7 +11,7 @@
 
        zero_check_settings(&z, 0);   // at the start: will all ranks make the same calls?
 
-   defines: zero_check_replicas, zero_check_settings, zero_exchange_words, zero_find_odd_rank
+   defines: zero_check_replicas, zero_run_hash, zero_check_settings, zero_exchange_words, zero_find_odd_rank
 */
 #ifndef LLMC_ZERO_REPLICAS_CUH_INCLUDED
 #define LLMC_ZERO_REPLICAS_CUH_INCLUDED
@@ -49,14 +50,19 @@ static inline ZeroResult zero_hash_launch(const ZeroOptimizer* z, const ZeroSegm
     return zero_ok();
 }
 
-/* Two words of each rank, in rank order, to all ranks: all has room for 2 * ranks. own NULL: what lies in z->own_sums
-   already. They travel where a norm's sums do; between two steps nothing else is in there. The host waits. */
+/* This rank's place among the words of all ranks. */
+static inline uint64_t* zero_own_words(const ZeroOptimizer* z) { return z->rank_words + 2 * (size_t)z->rank; }
+
+/* Two words of each rank, in rank order, to all ranks: all has room for 2 * ranks. own NULL: what lies in this rank's place of
+   z->rank_words already. The host waits. */
 static inline ZeroResult zero_exchange_words(ZeroOptimizer* z, const uint64_t* own, uint64_t* all) {
     const size_t bytes = 2 * sizeof(uint64_t);
-    if (own) ZERO_TRY_CUDA(cudaMemcpyAsync(z->own_sums, own, bytes, cudaMemcpyHostToDevice, z->comm.compute));
-    ZERO_TRY(zero_comm_gather_sums(&z->comm, z->own_sums, z->all_sums));
+    if (own)
+        ZERO_TRY_CUDA(
+            cudaMemcpyAsync(zero_own_words(z), own, bytes, cudaMemcpyHostToDevice, z->comm.compute));
+    ZERO_TRY(zero_comm_share_words(&z->comm, z->rank_words, 2, 1));
     ZERO_TRY(zero_comm_drain(&z->comm));
-    ZERO_TRY_CUDA(cudaMemcpy(all, z->all_sums, bytes * (size_t)z->ranks, cudaMemcpyDeviceToHost));
+    ZERO_TRY_CUDA(cudaMemcpy(all, z->rank_words, bytes * (size_t)z->ranks, cudaMemcpyDeviceToHost));
     return zero_ok();
 }
 
@@ -106,11 +112,12 @@ static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_check_replicas");
     ZERO_TRY(zero_check_order(z));
-    ZERO_TRY_CUDA(cudaMemsetAsync(z->own_sums, 0, 2 * sizeof(double), z->comm.compute));
+    ZERO_TRY_CUDA(cudaMemsetAsync(zero_own_words(z), 0, 2 * sizeof(uint64_t), z->comm.compute));
     for (i = 0; i < z->layout->by_offset_count; i++) { /* unit after unit */
         const int s = z->layout->by_offset[i];
         ZERO_TRY(zero_params_visit(z, s, &open, &params));
-        ZERO_TRY(zero_hash_launch(z, &z->layout->segments[s], params, (unsigned long long*)z->own_sums));
+        ZERO_TRY(
+            zero_hash_launch(z, &z->layout->segments[s], params, (unsigned long long*)zero_own_words(z)));
     }
     ZERO_TRY(zero_params_leave(z, &open));
     ZERO_TRY(zero_find_odd_rank(z, NULL, &odd, words));
@@ -122,6 +129,54 @@ static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
             (unsigned long long)words[0], (unsigned long long)words[1], odd, z->ranks);
     if (hash) *hash = words[0];
     return zero_ok();
+}
+
+/* Adds up one state array over this rank's slices; which: tells the arrays apart. A warp takes a chunk. */
+template <typename Bits>
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+    zero_hash_state_kernel(const ZeroChunk* chunks, size_t chunks_count, int by_flat_offset,
+                           const Bits* values, uint64_t which, unsigned long long* hash) {
+    const size_t warps = (size_t)gridDim.x * ZERO_WARPS;
+    uint64_t sum = 0;
+    for (size_t c = (size_t)blockIdx.x * ZERO_WARPS + threadIdx.x / 32; c < chunks_count; c += warps) {
+        const ZeroChunk& chunk = chunks[c];
+        const Bits* from = values + (by_flat_offset ? chunk.flat_offset : chunk.state_offset);
+        for (uint32_t i = threadIdx.x % 32; i < chunk.count; i += 32)
+            sum += zero_mix(((uint64_t)from[i] << 32 | which) ^ zero_mix(chunk.model_offset + i));
+    }
+    if (sum != 0) atomicAdd(hash, (unsigned long long)sum);
+}
+
+/* zero_check_replicas, and the hash of a run: parameters, m, v, masters and t. Two runs that have it in common have made the
+   same updates to the last bit, whatever their ranks, stages and buckets were. Every rank calls it, between two steps; the
+   host waits. */
+static inline ZeroResult zero_run_hash(ZeroOptimizer* z, uint64_t* params_hash, uint64_t* run_hash) {
+    float* const arrays[3] = {z->exp_avg, z->exp_avg_sq, z->masters};
+    uint64_t* all = NULL;
+    cudaLaunchConfig_t config;
+    ZeroReport report;
+    ZeroResult result;
+    int i, r;
+    *run_hash = 0;
+    ZERO_TRY(zero_check_replicas(z, params_hash));
+    if (!z->state_there) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_state before zero_run_hash");
+    ZERO_TRY(zero_report(z, &report));
+    ZERO_TRY_CUDA(cudaMemsetAsync(zero_own_words(z), 0, 2 * sizeof(uint64_t), z->comm.compute));
+    config = zero_launch_config(zero_norm_blocks(z->chunks_count), ZERO_BLOCK_THREADS, z->comm.compute);
+    for (i = 0; i < 3 && z->chunks_count > 0; i++)
+        if (arrays[i])
+            ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_hash_state_kernel<uint32_t>,
+                                             (const ZeroChunk*)z->chunks, z->chunks_count,
+                                             (int)(z->config.stage == 0), (const uint32_t*)arrays[i],
+                                             (uint64_t)(i + 1), (unsigned long long*)zero_own_words(z)));
+    all = (uint64_t*)malloc(2 * sizeof(uint64_t) * (size_t)z->ranks);
+    if (!all) return zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", 2 * z->ranks);
+    result = zero_exchange_words(z, NULL, all);
+    *run_hash = *params_hash;
+    for (r = 0; r < z->ranks && result.code == ZERO_OK; r++) *run_hash += all[2 * r];
+    free(all);
+    *run_hash = zero_mix(*run_hash ^ zero_mix(report.t));
+    return result;
 }
 
 /* The layout and the settings that decide which collectives a step calls, and `extra` (anything of the caller's), must

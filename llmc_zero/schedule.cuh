@@ -13,8 +13,7 @@
    what arrives from the others stays small. A piece is cut into the chunks of the chunk table.
 
    defines: ZeroAlgorithm, ZeroReduction, ZeroAccumulation, ZeroPlanChoice, ZeroSchedule, ZeroPiece, ZeroWindow,
-            zero_schedule, zero_walk_pieces, zero_walk_windows, zero_unit_span, zero_is_held, zero_norm_blocks,
-            zero_sum_blocks
+            zero_schedule, zero_walk_pieces, zero_walk_windows, zero_unit_span, zero_is_held
 */
 #ifndef LLMC_ZERO_SCHEDULE_CUH_INCLUDED
 #define LLMC_ZERO_SCHEDULE_CUH_INCLUDED
@@ -30,8 +29,9 @@ typedef enum ZeroReduction ZERO_ANY_INT {
 } ZeroReduction;
 
 typedef enum ZeroAccumulation ZERO_ANY_INT {
-    ZERO_ACCUMULATE_STEP = 0, /* micro-steps add up in the caller's gradients, one reduction at the last */
-    ZERO_ACCUMULATE_MICRO     /* each micro-step is reduced and added in fp32; always so in stages 2 and 3 */
+    ZERO_ACCUMULATE_DEFAULT = 0, /* micro with ZERO_REDUCE_ORDERED, else step */
+    ZERO_ACCUMULATE_STEP,        /* micro-steps add up in the caller's gradients, one reduction at the last */
+    ZERO_ACCUMULATE_MICRO /* each micro-step is reduced and added in fp32; always so in stages 2 and 3 */
 } ZeroAccumulation;
 
 /* What buffers and bytes depend on, besides the layout. */
@@ -52,7 +52,6 @@ typedef struct ZeroPlanChoice {
    bytes from each of the others. */
 #define ZERO_SCRATCH_BYTES_MIN ((size_t)1 << 20)
 #define ZERO_SCRATCH_BYTES_MAX ((size_t)32 << 20)
-#define ZERO_NORM_BLOCKS_MAX 1024 /* partial sums of squares, one a block: one wave on a large GPU */
 
 typedef struct ZeroSchedule {
     int micro;        /* reduce in every micro-step, not only in the last */
@@ -79,15 +78,7 @@ typedef struct ZeroWindow {
 typedef struct ZeroPiece {
     size_t flat_first, count;        /* elements */
     size_t chunk_first, chunk_count; /* of this rank's chunk table: those that have elements in it */
-    size_t partial_first;            /* its first partial sum; it has zero_sum_blocks(chunk_count) */
 } ZeroPiece;
-
-static inline size_t zero_norm_blocks(size_t chunks_count) {
-    return chunks_count < ZERO_NORM_BLOCKS_MAX ? chunks_count : ZERO_NORM_BLOCKS_MAX;
-}
-
-/* Blocks of the sum kernel for a piece: each takes about four chunks, for a block's sum has its price, too. */
-static inline size_t zero_sum_blocks(size_t chunks_count) { return zero_norm_blocks((chunks_count + 3) / 4); }
 
 static inline int zero_is_held(const ZeroPlanChoice* choice, int unit) {
     int i;
@@ -146,7 +137,8 @@ static inline ZeroResult zero_check_choice(const ZeroLayout* layout, const ZeroP
     if (choice->reduction != ZERO_REDUCE_NCCL && choice->reduction != ZERO_REDUCE_ORDERED &&
         choice->reduction != ZERO_REDUCE_ALLREDUCE)
         return zero_error(ZERO_ERROR_ARGUMENT, "reduction %d is not known", (int)choice->reduction);
-    if (choice->accumulation != ZERO_ACCUMULATE_STEP && choice->accumulation != ZERO_ACCUMULATE_MICRO)
+    if (choice->accumulation != ZERO_ACCUMULATE_DEFAULT && choice->accumulation != ZERO_ACCUMULATE_STEP &&
+        choice->accumulation != ZERO_ACCUMULATE_MICRO)
         return zero_error(ZERO_ERROR_ARGUMENT, "accumulation %d is not known", (int)choice->accumulation);
     if (choice->reduction == ZERO_REDUCE_ALLREDUCE &&
         (choice->stage != 0 || choice->accumulation == ZERO_ACCUMULATE_MICRO))
@@ -187,7 +179,8 @@ static inline ZeroResult zero_schedule(ZeroSchedule* s, const ZeroLayout* layout
     int b;
     memset(s, 0, sizeof(*s));
     ZERO_TRY(zero_check_choice(layout, choice));
-    s->micro = choice->stage >= 2 || choice->accumulation == ZERO_ACCUMULATE_MICRO;
+    s->micro = choice->stage >= 2 || choice->accumulation == ZERO_ACCUMULATE_MICRO ||
+               (choice->accumulation == ZERO_ACCUMULATE_DEFAULT && choice->reduction == ZERO_REDUCE_ORDERED);
     s->sums_sharded = s->micro || (ordered && layout->dtype == ZERO_BF16);
     s->sum_kernel = s->sums_sharded || ordered;
     s->sums_gather = s->sums_sharded && choice->stage == 0 && layout->ranks > 1;
@@ -213,14 +206,12 @@ static inline ZeroResult zero_schedule(ZeroSchedule* s, const ZeroLayout* layout
 
 /* Cuts this rank's slices into pieces of at most piece_count elements, bucket by bucket. chunks, bucket_chunks: its chunk
    table. pieces: room for all, or NULL to count. bucket_pieces: NULL, or buckets_count + 1 numbers: pieces
-   [bucket_pieces[b], bucket_pieces[b + 1]) belong to bucket b. Returns how many there are; *partials_count: how many partial
-   sums they have together. */
+   [bucket_pieces[b], bucket_pieces[b + 1]) belong to bucket b. Returns how many there are. */
 static inline size_t zero_walk_pieces(const ZeroLayout* layout, int rank, size_t piece_count,
                                       const ZeroChunk* chunks, const size_t* bucket_chunks, ZeroPiece* pieces,
-                                      size_t* bucket_pieces, size_t* partials_count) {
+                                      size_t* bucket_pieces) {
     size_t count = 0;
     int b;
-    *partials_count = 0;
     for (b = 0; b < layout->buckets_count; b++) {
         const size_t start = zero_slice_offset(layout, b, rank), end = start + zero_slice_count(layout, b);
         size_t first = start, chunk = bucket_chunks[b];
@@ -237,9 +228,7 @@ static inline size_t zero_walk_pieces(const ZeroLayout* layout, int rank, size_t
                 pieces[count].count = last - first;
                 pieces[count].chunk_first = chunk;
                 pieces[count].chunk_count = chunk_end - chunk;
-                pieces[count].partial_first = *partials_count;
             }
-            *partials_count += zero_sum_blocks(chunk_end - chunk);
             first = last;
         }
     }

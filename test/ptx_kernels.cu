@@ -9,14 +9,15 @@
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
                             const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count,
-                            const double* passenger, cudaStream_t stream);
+                            const double* loss, cudaStream_t stream);
 
 ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settings, const ZeroUpdate* update,
                             const ZeroHyper* hyper, const ZeroSum* sum, size_t chunks_count,
-                            const double* passenger, cudaStream_t stream) {
+                            const double* loss, cudaStream_t stream) {
     ZERO_TRY(zero_sum_launch(sum, stream));
-    ZERO_TRY(zero_norm_partials(norm, stream));
-    ZERO_TRY(zero_norm_sum(norm, passenger, 0, stream));
+    ZERO_TRY(zero_norm_squares(norm, stream));
+    ZERO_TRY(zero_add_loss_launch(loss, norm->own_sums, stream));
+    ZERO_TRY(zero_norm_share(norm, 0, stream));
     ZERO_TRY(zero_norm_finish(norm, settings, stream));
     ZERO_TRY(zero_skip_launch(norm->scalars, stream));
     ZERO_TRY(zero_set_t_launch(norm->scalars, 0, stream));

@@ -587,14 +587,14 @@ TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
         config.max_norm = 1.0;
         Model m(world.ranks, config, {ZERO_FP32, {33}});
         const std::vector<float> ones(33, 1.0f);
-        std::vector<double> sums(2 * (size_t)world.ranks), sums_after(sums);
+        std::vector<uint64_t> sums(ZERO_SUM_WORDS), sums_after(sums);
         OK(m.result);
         OK(zero_begin(&m.z, 0, 1, 1.0));
         OK(zero_grads_acquire(&m.z, 0, &grads, &add));
         ASSERT_EQ(cudaMemcpy(grads, ones.data(), 33 * sizeof(float), cudaMemcpyHostToDevice), cudaSuccess);
         OK(zero_grads_ready(&m.z, 0));
         OK(zero_grad_norm(&m.z, &norm));
-        ASSERT_EQ(cudaMemcpy(sums.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
+        ASSERT_EQ(cudaMemcpy(sums.data(), m.z.step_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
                   cudaSuccess);
         const ZeroResult result =
             refused == 0   ? m.save(folder + "/x")
@@ -603,7 +603,7 @@ TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
                            : zero_check_replicas(&m.z, NULL);
         EXPECT_EQ(result.code, ZERO_ERROR_ORDER) << result.text;
         OK(zero_comm_drain(&m.z.comm));
-        ASSERT_EQ(cudaMemcpy(sums_after.data(), m.z.all_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
+        ASSERT_EQ(cudaMemcpy(sums_after.data(), m.z.step_sums, sums.size() * 8, cudaMemcpyDeviceToHost),
                   cudaSuccess);
         EXPECT_EQ(sums, sums_after) << refused;
         OK(zero_update(&m.z, 1.0));

@@ -1,9 +1,9 @@
 /* test/test_grad_norm.cu - llmc_zero/grad_norm.cuh: norm, clip factor, skip, t, on one device playing all
    ranks.
 
-   `Ranks` is a layout with one gradient buffer a rank; `norm` runs the launches as every rank would (partials
-   over its own chunks, their sum), puts the sums side by side as the gather does, and finishes on every rank:
-   all must agree to the bit. Built twice, without and with --use_fast_math; every expectation is the same.
+   `Ranks` is a layout with one gradient buffer a rank; `norm` runs the launches as every rank would (squares of
+   its own chunks, its losses), adds up the words as the all-reduce does, and finishes on every rank: all must
+   agree to the bit. Built twice, without and with --use_fast_math; every expectation is the same.
 */
 #include <algorithm>
 #include <float.h>
@@ -18,9 +18,11 @@
 namespace {
 
 typedef std::vector<float> Floats;
+typedef std::vector<uint64_t> Words;
 
 ZeroStepSettings settings_of(int ranks, double grad_scale = 1.0, double max_norm = 0.0) {
-    ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, ranks, 0.0};
+    (void)ranks;
+    ZeroStepSettings settings = {0.9, 0.999, grad_scale, max_norm, 42, 0.0};
     return settings;
 }
 
@@ -31,14 +33,16 @@ struct Ranks {
     std::vector<std::vector<ZeroChunk>> tables; /* of each rank */
     std::vector<ZeroScalars> scalars;           /* of each rank, from step to step */
     size_t shift = 0;                           /* elements by which the gradients' base pointer is off */
-    std::vector<double> passengers;             /* of each rank; none: NULL is passed */
+    std::vector<std::vector<double>> losses;    /* of each rank */
 
     Ranks(const std::vector<size_t>& counts, int ranks, ZeroDtype dtype, size_t bucket_bytes = 0,
-          size_t max_count = ZERO_CHUNK_MAX_COUNT) {
+          size_t max_count = ZERO_CHUNK_MAX_COUNT, const std::vector<size_t>& offsets = {}) {
         std::vector<ZeroSegment> segments;
         ZeroLayoutConfig config = zero_layout_config(ranks, dtype);
         config.bucket_bytes = bucket_bytes;
         for (size_t count : counts) segments.push_back(zero_segment("s", count, 0));
+        config.offsets_given = !offsets.empty();
+        for (size_t s = 0; s < offsets.size(); s++) segments[s].flat_offset = offsets[s];
         ok(zero_layout(&layout, segments.data(), (int)segments.size(), &config));
         for (int rank = 0; rank < ranks; rank++) {
             ZeroChunk* table;
@@ -61,12 +65,11 @@ struct Ranks {
         return all;
     }
 
-    /* One rank's launches 1 and 2 over its gradients. */
-    std::vector<double> own_sums(int rank, const Floats& grads) {
+    /* One rank's launches 1 and 2 over its gradients: its words of the all-reduce. */
+    Words own_sums(int rank, const Floats& grads) {
         const std::vector<ZeroChunk>& table = tables[(size_t)rank];
         Device<ZeroChunk> chunks(table);
-        Device<double> partials(table.size() < ZERO_NORM_BLOCKS_MAX ? table.size() : ZERO_NORM_BLOCKS_MAX),
-            own(2), passenger(1);
+        Device<uint64_t> own(Words(ZERO_SUM_WORDS, 0)), sums(ZERO_SUM_WORDS);
         Device<float> floats(grads.size() + shift);
         Device<uint16_t> halves(grads.size() + shift);
         std::vector<float> all(shift, NAN);
@@ -77,28 +80,39 @@ struct Ranks {
         bool bf16 = layout.dtype == ZERO_BF16;
         ZeroNorm work = {
             chunks.at,    table.size(), bf16 ? (void*)(halves.at + shift) : (void*)(floats.at + shift),
-            layout.dtype, partials.at,  own.at,
-            own.at,       NULL,         0};
-        if (!passengers.empty()) passenger.put(std::vector<double>(1, passengers[(size_t)rank]));
-        ok(zero_norm_partials(&work, NULL));
-        ok(zero_norm_sum(&work, passengers.empty() ? NULL : passenger.at, 0, NULL));
+            layout.dtype, own.at,       sums.at,
+            NULL};
+        for (double x : losses.empty() ? std::vector<double>() : losses[(size_t)rank]) {
+            Device<double> loss(std::vector<double>(1, x));
+            ok(zero_add_loss_launch(loss.at, own.at, NULL));
+        }
+        ok(zero_norm_squares(&work, NULL));
+        ok(zero_norm_share(&work, rank % 2, NULL));
         ok(cudaDeviceSynchronize());
-        return own.get();
+        EXPECT_EQ(own.get(), Words(ZERO_SUM_WORDS, 0)) << "the next step begins at zero";
+        return sums.get();
     }
 
-    /* One step; grads[rank] is rank's flat buffer, one for all if there is only one. */
+    /* The words of all ranks; grads[rank] is rank's flat buffer, one for all if there is only one. */
+    Words sums(const std::vector<Floats>& grads) {
+        Words all(ZERO_SUM_WORDS, 0);
+        for (int rank = 0; rank < layout.ranks; rank++) {
+            const Words own = own_sums(rank, grads[(size_t)rank % grads.size()]);
+            for (int i = 0; i < ZERO_SUM_WORDS; i++) all[(size_t)i] += own[(size_t)i];
+        }
+        return all;
+    }
+
+    /* One step. */
     ZeroScalars norm(const std::vector<Floats>& grads, const ZeroStepSettings& settings) {
-        std::vector<double> sums;
-        for (int rank = 0; rank < layout.ranks; rank++)
-            for (double x : own_sums(rank, grads[(size_t)rank % grads.size()])) sums.push_back(x);
-        return finish(sums, settings);
+        return finish(sums(grads), settings);
     }
 
-    ZeroScalars finish(const std::vector<double>& sums, const ZeroStepSettings& settings) {
-        Device<double> all(sums);
+    ZeroScalars finish(const Words& words, const ZeroStepSettings& settings) {
+        Device<uint64_t> all(words);
         for (ZeroScalars& s : scalars) {
             Device<ZeroScalars> device(std::vector<ZeroScalars>(1, s));
-            ZeroNorm work = {NULL, 0, NULL, layout.dtype, NULL, NULL, all.at, device.at, 0};
+            ZeroNorm work = {NULL, 0, NULL, layout.dtype, NULL, all.at, device.at};
             ok(zero_norm_finish(&work, &settings, NULL));
             s = device.get()[0];
             EXPECT_EQ(memcmp(&s, &scalars[0], sizeof(s)), 0) << "ranks differ";
@@ -106,6 +120,30 @@ struct Ranks {
         return scalars[0];
     }
 };
+
+double squares_of(const Words& words) { return zero_exact_value(words.data() + ZERO_SUM_SQUARES); }
+
+/* Words whose squares have this sum. */
+Words words_of(double squares) {
+    Words words(ZERO_SUM_WORDS, 0);
+    zero_exact_add(words.data() + ZERO_SUM_SQUARES, squares);
+    return words;
+}
+
+/* Numbers of many magnitudes, so that another order of adding squares in fp64 gives other bits. */
+Floats of_many_magnitudes(size_t count, ZeroDtype dtype, unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    Floats x(count);
+    for (float& g : x) {
+        g = normal(random) * powf(10.0f, (float)(random() % 21) - 10);
+        if (dtype == ZERO_BF16) {
+            const uint32_t cut = bits_of(g) & 0xffff0000u;
+            memcpy(&g, &cut, sizeof(g));
+        }
+    }
+    return x;
+}
 
 /* ------------------------------------------------------------------ the norm */
 
@@ -158,44 +196,79 @@ TEST(Norm, WholeNumbersAreExactWhereverTheyLie) {
                     for (size_t shift : {0, 1, 3}) {
                         Ranks x({n / 3, n - n / 3}, ranks, dtype, 2048, max_count);
                         x.shift = shift;
-                        double sum = 0;
                         Floats flat = x.flat(model, NAN); /* padding never counts, whatever it holds */
-                        for (int rank = 0; rank < ranks; rank++) sum += x.own_sums(rank, flat)[0];
-                        ASSERT_EQ(sum, squares) << "n " << n << ", ranks " << ranks << ", chunks of "
-                                                << max_count << ", shift " << shift;
+                        ASSERT_EQ(squares_of(x.sums({flat})), squares)
+                            << "n " << n << ", ranks " << ranks << ", chunks of " << max_count << ", shift "
+                            << shift;
                     }
         }
 }
 
-TEST(Norm, MoreChunksThanBlocks) {
-    for (size_t chunks : {4095, 4096, 4097, 9001}) {
+TEST(Norm, MoreChunksThanWarps) {
+    for (size_t chunks : {4223, 4224, 4225, 17001}) {
         std::vector<size_t> counts(chunks, 1);
         Floats model(chunks);
         double squares = 0;
         for (size_t i = 0; i < chunks; i++) model[i] = (float)(i % 77), squares += model[i] * model[i];
         Ranks x(counts, 1, ZERO_FP32);
         ASSERT_EQ(x.tables[0].size(), chunks);
-        EXPECT_EQ(x.own_sums(0, x.flat(model, NAN))[0], squares);
+        EXPECT_EQ(squares_of(x.own_sums(0, x.flat(model, NAN))), squares);
     }
 }
 
-TEST(Norm, Fp64AgainstLongDouble) {
-    std::mt19937 random(3);
-    std::normal_distribution<float> normal(0.0f, 1.0f);
-    for (int round = 0; round < 6; round++) {
-        Floats model(50021);
+TEST(Norm, AgainstLongDouble) {
+    for (unsigned round = 0; round < 6; round++) {
+        const Floats model = of_many_magnitudes(50021, ZERO_FP32, round);
         long double squares = 0;
-        for (float& g : model) {
-            g = normal(random) * powf(10.0f, (float)(random() % 21) - 10);
-            squares += (long double)g * g;
-        }
+        for (float g : model) squares += (long double)g * g;
         Ranks x({50000, 21}, 3, ZERO_FP32, 65536);
         Floats flat = x.flat(model, NAN);
-        long double sum = 0;
-        for (int rank = 0; rank < 3; rank++) sum += x.own_sums(rank, flat)[0];
-        EXPECT_LT(fabsl(sum / squares - 1), 1e-14L); /* 2^-53 times the depth of the sum */
+        /* 64 squares are added in fp64, 7 roundings deep, all else exactly */
+        EXPECT_LT(fabsl(squares_of(x.sums({flat})) / squares - 1), 7 * 1.2e-16L);
         float due = (float)sqrtl(squares);
         EXPECT_LE(fabsf(x.norm({flat}, settings_of(3)).norm - due), due * 6e-8f);
+    }
+}
+
+/* N1, N2: the words themselves are the same, so the norm is in its last bit: for any number of ranks, buckets, chunks of whole
+   cells, and a buffer that no vector access fits. Segments that share slices, cells cut short by a segment's end. */
+TEST(Norm, TheSameForAnyRanksBucketsAndChunks) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16}) {
+        const std::vector<size_t> counts = {1, 63, 64, 65, 5000, 2049, 130};
+        const Floats model = of_many_magnitudes(7372, dtype, 17);
+        Words first;
+        for (int ranks : {1, 2, 3, 4, 5, 7, 16})
+            for (size_t bucket_bytes : {0, 2048, 20000})
+                for (size_t max_count : {2048, 64, 640})
+                    for (size_t shift : {0, 1, 4}) {
+                        Ranks x(counts, ranks, dtype, bucket_bytes, max_count);
+                        x.shift = shift;
+                        Words words = x.sums({x.flat(model, NAN)});
+                        zero_exact_carry(words.data() + ZERO_SUM_SQUARES);
+                        words.resize(ZERO_EXACT_WORDS + 1);
+                        if (first.empty()) first = words;
+                        ASSERT_EQ(words, first) << ranks << " ranks, buckets of " << bucket_bytes
+                                                << ", chunks of " << max_count << ", shift " << shift;
+                    }
+        EXPECT_GT(squares_of(first), 0.0);
+    }
+}
+
+/* Offsets of the caller's, which begin anywhere: cells are those of the flat buffer, and slices cut none. */
+TEST(Norm, TheSameWithOffsetsGiven) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16}) {
+        const Floats model = of_many_magnitudes(6151, dtype, 18);
+        Words first;
+        for (int ranks : {1, 2, 3, 5, 8})
+            for (size_t bucket_bytes : {0, 4096}) {
+                Ranks x({1, 3, 6000, 17, 130}, ranks, dtype, bucket_bytes, ZERO_CHUNK_MAX_COUNT,
+                        {1, 5, 11, 6013, 6031});
+                Words words = x.sums({x.flat(model, NAN)});
+                zero_exact_carry(words.data() + ZERO_SUM_SQUARES);
+                words.resize(ZERO_EXACT_WORDS);
+                if (first.empty()) first = words;
+                ASSERT_EQ(words, first) << ranks << " ranks, buckets of " << bucket_bytes;
+            }
     }
 }
 
@@ -213,7 +286,7 @@ TEST(Skip, InfAndNanAtEveryPlaceOnAllRanks) {
                 ASSERT_EQ(s.skip, 1) << bad << " at " << place;
                 ASSERT_EQ(s.t, before.t);
                 ASSERT_EQ(s.skipped, 1u);
-                ASSERT_FALSE(isfinite(s.norm)) << "the norm says so too";
+                ASSERT_EQ(s.norm, INFINITY) << "one value, whatever it was";
                 model[place] = 2.0f; /* and the next good step counts on */
                 s = x.norm({x.flat(model, 0.0f)}, settings_of(3));
                 ASSERT_EQ(s.skip, 0);
@@ -296,9 +369,9 @@ TEST(Clip, FactorAndNorm) {
 }
 
 TEST(Clip, ImpossibleSettingsAreRefusedInWords) {
-    Device<double> sums(std::vector<double>{1, 0});
+    Device<uint64_t> sums(words_of(1));
     Device<ZeroScalars> scalars(std::vector<ZeroScalars>(1, ZeroScalars()));
-    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at, 0};
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, scalars.at};
     for (double bad : {(double)NAN, (double)INFINITY, 1e300, -1e39}) {
         ZeroStepSettings settings = settings_of(1, bad);
         ZeroResult r = zero_norm_finish(&work, &settings, NULL);
@@ -312,38 +385,36 @@ TEST(Clip, ImpossibleSettingsAreRefusedInWords) {
     EXPECT_EQ(scalars.get()[0].t, 0u); /* and nothing was launched */
 }
 
-/* ------------------------------------------------------------------ passenger, t, bias corrections */
+/* ------------------------------------------------------------------ losses, votes, t, bias corrections */
 
-TEST(Norm, PassengersAreAddedInRankOrder) {
+TEST(Norm, LossesAreAddedExactly) {
     Ranks x({300}, 3, ZERO_FP32);
     Floats flat = x.flat(Floats(300, 1.0f), 0.0f);
-    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum, 0.0); /* nobody travels */
-    x.passengers = {0.1, 1e17, -1e17};
-    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum,
-              (0.1 + 1e17) - 1e17); /* this order and no other */
-    x.passengers = {1.5, NAN, 2};
-    ZeroScalars s = x.norm({flat}, settings_of(3)); /* a loss that is not a number does not skip */
-    EXPECT_TRUE(isnan(s.passenger_sum));
-    EXPECT_EQ(s.skip, 0);
-    x.passengers = {1, 2, 3};
+    ZeroScalars s = x.norm({flat}, settings_of(3));
+    EXPECT_EQ(s.loss_sum, 0.0); /* none */
+    EXPECT_EQ(s.votes, 1);      /* rank 1's */
+    x.losses = {{0.1}, {1e17}, {-1e17}};
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).loss_sum, 0.1);
+    x.losses = {{1e17, 0.25}, {}, {-0.5, -1e17, 1e-9}};
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).loss_sum, -0.25 + 1e-9);
+    for (double bad : {(double)NAN, -(double)NAN, (double)INFINITY, -(double)INFINITY}) {
+        x.losses = {{1.5}, {bad}, {2}};
+        s = x.norm({flat}, settings_of(3)); /* a loss that is not a number does not skip */
+        EXPECT_EQ(s.loss_sum, INFINITY) << "one value, whatever it was";
+        EXPECT_EQ(s.skip, 0);
+    }
+    x.losses = {{1}, {2}, {3}};
     flat[0] = NAN; /* and it arrives in a skipped step too */
-    EXPECT_EQ(x.norm({flat}, settings_of(3)).passenger_sum, 6.0);
-}
-
-TEST(Norm, RanksAreAddedInRankOrder) {
-    Ranks x({1}, 3, ZERO_FP32);
-    ZeroScalars s = x.finish({1e17, 0, 1, 0, 1, 0}, settings_of(3));
-    EXPECT_EQ(s.norm, (float)sqrt((1e17 + 1.0) + 1.0));
-    EXPECT_EQ(x.finish({9, 0, 16, 0, 0, 0}, settings_of(3)).norm, 5.0f);
+    EXPECT_EQ(x.norm({flat}, settings_of(3)).loss_sum, 6.0);
 }
 
 TEST(Norm, ARankWithNothingLaunchesNothingAndSendsZero) {
     Ranks x({3}, 4, ZERO_FP32);
     EXPECT_EQ(x.tables[3].size(), 0u);
     Floats flat = x.flat({3, 0, 4}, NAN);
-    EXPECT_EQ(x.own_sums(3, flat)[0], 0.0);
-    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, NULL, NULL, NULL, 0}; /* nothing here could be touched */
-    ok(zero_norm_partials(&work, NULL));
+    EXPECT_EQ(squares_of(x.own_sums(3, flat)), 0.0);
+    ZeroNorm work = {NULL, 0, NULL, ZERO_FP32, NULL, NULL, NULL}; /* nothing here could be touched */
+    ok(zero_norm_squares(&work, NULL));
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
     EXPECT_EQ(x.norm({flat}, settings_of(4)).norm, 5.0f);
 }
@@ -354,11 +425,11 @@ TEST(Step, BiasCorrectionsAgainstLongDouble) {
             for (uint64_t t : {(uint64_t)1, (uint64_t)2, (uint64_t)10, (uint64_t)1000, (uint64_t)1000000000,
                                (uint64_t)1 << 40}) {
                 Ranks x({1}, 1, ZERO_FP32);
-                ZeroStepSettings settings = {beta1, beta2, 1.0, 0.0, 42, 1, 0.0};
+                ZeroStepSettings settings = {beta1, beta2, 1.0, 0.0, 42, 0.0};
                 Device<ZeroScalars> device(x.scalars);
                 ok(zero_set_t_launch(device.at, t - 1, NULL));
                 x.scalars = device.get();
-                ZeroScalars s = x.finish({1, 0}, settings);
+                ZeroScalars s = x.finish(words_of(1), settings);
                 float due1 = (float)(1 / (1 - powl(beta1, t))), due2 = (float)sqrtl(1 - powl(beta2, t));
                 EXPECT_EQ(s.t, t);
                 EXPECT_LE(fabsf(s.bias1_inverse - due1), due1 * 6e-8f) << beta1 << " " << t;
@@ -371,8 +442,8 @@ TEST(Step, NoiseKeysDifferByStepAndSeed) {
     for (uint64_t seed = 0; seed < 10; seed++) {
         Ranks x({1}, 1, ZERO_FP32);
         for (int t = 0; t < 100; t++) {
-            ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, seed, 1, 0.0};
-            ZeroScalars s = x.finish({1, 0}, settings);
+            ZeroStepSettings settings = {0.9, 0.999, 1.0, 0.0, seed, 0.0};
+            ZeroScalars s = x.finish(words_of(1), settings);
             keys.push_back((uint64_t)s.noise_key[1] << 32 | s.noise_key[0]);
         }
     }
@@ -380,6 +451,9 @@ TEST(Step, NoiseKeysDifferByStepAndSeed) {
     EXPECT_EQ(std::unique(keys.begin(), keys.end()) - keys.begin(), 1000);
 }
 
-TEST(Step, ScalarsFitTheirBlock) { EXPECT_LE(sizeof(ZeroScalars), (size_t)ZERO_SCALARS_BYTES); }
+TEST(Step, ScalarsAndSumsFitTheirBlocks) {
+    EXPECT_LE(sizeof(ZeroScalars), (size_t)ZERO_SCALARS_BYTES);
+    EXPECT_LE(ZERO_SUM_WORDS * sizeof(uint64_t), (size_t)ZERO_SUMS_BYTES);
+}
 
 } // namespace

@@ -421,17 +421,24 @@ TEST(Optimizer, ReplicasAreCompared) {
             }
 }
 
-TEST(Optimizer, ThePassengerIsAddedInRankOrder) {
+TEST(Optimizer, LossesAreAddedUpOverRanksAndMicroSteps) {
     ZeroReport report;
-    double mine = 1.0 + world.rank, *device;
+    double mine = world.rank == 0 ? 1e17 : world.rank == world.ranks - 1 ? -1e17 : 0.125, *device;
     Model m(sgd(1), ZERO_FP32, {10}, 0, 0);
     OK(m.result);
     ASSERT_EQ(cudaMalloc((void**)&device, sizeof(double)), cudaSuccess);
     ASSERT_EQ(cudaMemcpy(device, &mine, sizeof(double), cudaMemcpyHostToDevice), cudaSuccess);
-    zero_attach(&m.z, device);
-    OK(m.step([](size_t) { return 1.0f; }));
-    OK(zero_report(&m.z, &report));
-    EXPECT_EQ(report.passenger_sum, world.ranks * (world.ranks + 1) / 2.0);
+    EXPECT_EQ(zero_add_loss(&m.z, device).code, ZERO_ERROR_ORDER);
+    for (int micros = 1; micros <= 3; micros++) {
+        for (int micro = 0; micro < micros; micro++) {
+            OK(zero_begin(&m.z, micro, micros, 1.0));
+            OK(m.give_all([](size_t) { return 1.0f; }));
+            OK(zero_add_loss(&m.z, device));
+        }
+        OK(zero_update(&m.z, 1.0));
+        OK(zero_report(&m.z, &report));
+        EXPECT_EQ(report.loss_sum, world.ranks == 1 ? 1e17 * micros : 0.125 * (world.ranks - 2) * micros);
+    }
     cudaFree(device);
 }
 

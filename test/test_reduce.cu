@@ -1,5 +1,5 @@
-/* test/test_reduce.cu - llmc_zero/reduce.cuh: the sum kernel against a loop on the host, to the bit: fp32 additions in rank
-   order, then the micro-step's; squares in float64. Chunks with heads and tails, cut by pieces. */
+/* test/test_reduce.cu - llmc_zero/reduce.cuh: the sum kernel against a loop on the host, to the bit: a left fold in fp32 over
+   what was there and the senders in rank order; squares. Chunks with heads and tails, cut by pieces. */
 #include <cmath>
 
 #include "device.h"
@@ -26,9 +26,10 @@ struct Setting {
     ZeroDtype dtype;
     int ranks, rank, ordered, sharded, add;
     size_t piece_count, shift; /* shift: elements by which the gradients are moved off their alignment */
+    int idle = 0;              /* ranks at the end that have no micro-batch */
 };
 
-/* Runs every piece of a rank's slices and compares sums, what must stay untouched, and the partial sums of squares. */
+/* Runs every piece of a rank's slices and compares sums, what must stay untouched, and the sum of squares. */
 void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets, const Setting& t,
            size_t poison_at = SIZE_MAX, float poison = 0.0f) {
     std::vector<ZeroSegment> segments;
@@ -43,11 +44,9 @@ void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets
     std::vector<size_t> bucket_chunks((size_t)layout.buckets_count + 1);
     ZeroChunk* chunks = NULL;
     ok(zero_chunk_table(&layout, t.rank, ZERO_CHUNK_MAX_COUNT, &chunks, bucket_chunks.data()));
-    size_t partials_count;
-    std::vector<ZeroPiece> pieces(zero_walk_pieces(&layout, t.rank, t.piece_count, chunks,
-                                                   bucket_chunks.data(), NULL, NULL, &partials_count));
-    zero_walk_pieces(&layout, t.rank, t.piece_count, chunks, bucket_chunks.data(), pieces.data(), NULL,
-                     &partials_count);
+    std::vector<ZeroPiece> pieces(
+        zero_walk_pieces(&layout, t.rank, t.piece_count, chunks, bucket_chunks.data(), NULL, NULL));
+    zero_walk_pieces(&layout, t.rank, t.piece_count, chunks, bucket_chunks.data(), pieces.data(), NULL);
     Device<ZeroChunk> table(std::vector<ZeroChunk>(chunks, chunks + bucket_chunks.back()));
     const size_t padded = zero_padded_count(&layout), shard = zero_shard_count(&layout);
     auto value = [&](size_t flat, int r) {
@@ -72,10 +71,11 @@ void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets
     for (size_t c = 0; c < bucket_chunks.back() && t.add; c++)
         for (size_t i = 0; i < chunks[c].count; i++) before[chunks[c].state_offset + i] = old;
     Device<float> sums(before);
-    Device<double> partials(std::vector<double>(partials_count, NAN));
+    Device<uint64_t> words(std::vector<uint64_t>(ZERO_SUM_WORDS, 0));
+    const int senders = t.ranks - t.idle;
     for (const ZeroPiece& piece : pieces) {
         std::vector<char> received(piece.count * (size_t)t.ranks * bytes, (char)0xff);
-        for (int r = 0, at = 0; r < t.ranks; r++) {
+        for (int r = 0, at = 0; r < senders; r++) {
             if (r == t.rank) continue;
             for (auto& s : segments)
                 for (size_t i = s.flat_offset; i < s.flat_offset + s.count; i++)
@@ -90,25 +90,27 @@ void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets
         sum.grads = grads.at + t.shift * bytes;
         sum.dtype = t.dtype;
         sum.others = t.ordered ? others.at : NULL;
-        sum.ranks = t.ranks;
+        sum.senders = senders;
         sum.rank = t.rank;
         sum.sums = t.sharded ? sums.at : (float*)(grads.at + t.shift * bytes);
         sum.sums_sharded = t.sharded;
         sum.add = t.add;
-        sum.partials = partials.at;
+        sum.own_sums = words.at;
         ok(zero_sum_launch(&sum, 0));
         ok(cudaDeviceSynchronize());
     }
     const std::vector<float> got_shard = sums.get();
     const std::vector<char> got_flat = grads.get();
     std::vector<float> expected = before;
-    double squares = 0.0, got_squares = 0.0;
+    double squares = 0.0;
     for (size_t c = 0; c < bucket_chunks.back(); c++)
         for (size_t i = 0; i < chunks[c].count; i++) {
             const size_t flat = chunks[c].flat_offset + i;
-            volatile float x = t.ordered ? value(flat, 0) : value(flat, t.rank);
-            for (int r = 1; t.ordered && r < t.ranks; r++) x = x + value(flat, r);
-            if (t.add) x = old + x;
+            volatile float x = old;
+            for (int r = 0; r < (t.ordered ? senders : 1); r++) {
+                const float g = value(flat, t.ordered ? r : t.rank);
+                x = r == 0 && !t.add ? g : x + g;
+            }
             expected[chunks[c].state_offset + i] = x;
             squares += (double)x * (double)x;
             if (!t.sharded) {
@@ -123,11 +125,11 @@ void check(const std::vector<size_t>& counts, const std::vector<size_t>& offsets
         else
             ASSERT_EQ(bits_of(got_shard[i]), bits_of(expected[i])) << "shard element " << i;
     }
-    for (double p : partials.get()) got_squares += p;
-    if (std::isfinite(squares))
-        ASSERT_NEAR(got_squares, squares, 1e-12 * squares);
-    else
-        ASSERT_FALSE(std::isfinite(got_squares)) << "a number that is not finite got lost";
+    const std::vector<uint64_t> got = words.get();
+    if (std::isfinite(squares)) {
+        ASSERT_NEAR(zero_exact_value(got.data() + ZERO_SUM_SQUARES), squares, 1e-12 * squares);
+    }
+    ASSERT_EQ(got[ZERO_SUM_SQUARES_BAD] != 0, !std::isfinite(squares));
     free(chunks);
     zero_layout_free(&layout);
 }
@@ -142,6 +144,40 @@ TEST(Reduce, SumsInRankOrderToTheBit) {
                     for (int add = 0; add <= 1; add++)
                         for (size_t shift = 0; shift < 4; shift++)
                             check(COUNTS, OFFSETS, {dtype, ranks, rank, 1, 1, add, piece_count, shift});
+}
+
+/* The last round of a step: some ranks have no micro-batch. They are left out, the own rank too. */
+TEST(Reduce, RanksWithoutAMicroBatchAreLeftOut) {
+    for (ZeroDtype dtype : {ZERO_FP32, ZERO_BF16})
+        for (int idle = 1; idle < 5; idle++)
+            for (int rank = 0; rank < 5; rank++)
+                for (int add = 0; add <= 1; add++)
+                    check(COUNTS, OFFSETS, {dtype, 5, rank, 1, 1, add, 640, 0, idle});
+    for (int rank = 0; rank < 3; rank++) check(COUNTS, OFFSETS, {ZERO_FP32, 3, rank, 1, 0, 0, 640, 0, 2});
+}
+
+/* A left fold keeps the sign of zero where a sum with zeros would not, and does not regroup. */
+TEST(Reduce, IsALeftFold) {
+    const float one[2] = {1.0f, 0.0f}, tiny[2] = {0x1p-24f, -0.0f};
+    Device<float> own(std::vector<float>(one, one + 2)),
+        others(std::vector<float>{tiny[0], tiny[1], tiny[0], tiny[1]});
+    Device<float> sums(std::vector<float>{0x1p-24f, -0.0f});
+    ZeroChunk chunk = {0, 0, 0, 2, 1.0f, 1.0f, 0};
+    Device<ZeroChunk> chunks(std::vector<ZeroChunk>(1, chunk));
+    ZeroSum sum = {};
+    sum.chunks = chunks.at, sum.piece.count = 2, sum.piece.chunk_count = 1;
+    sum.grads = own.at, sum.others = others.at, sum.rank = 2, sum.senders = 3;
+    sum.sums = sums.at, sum.sums_sharded = 1, sum.add = 1;
+    ok(zero_sum_launch(&sum, 0));
+    std::vector<float> got = sums.get(); /* ((2^-24 + 2^-24) + 2^-24) + 1; 1 first would lose all three */
+    EXPECT_EQ(got[0], 1.0f + 0x1p-22f);
+    EXPECT_EQ(bits_of(got[1]), bits_of(0.0f));
+    sums.put({0x1p-24f, -0.0f});
+    sum.senders = 2; /* the own rank has none: -0 stays -0 */
+    ok(zero_sum_launch(&sum, 0));
+    got = sums.get();
+    EXPECT_EQ(got[0], 0x1.8p-23f);
+    EXPECT_EQ(bits_of(got[1]), bits_of(-0.0f));
 }
 
 /* Where NCCL has summed already, and on one rank: the kernel takes the own gradients as they are. */

@@ -113,10 +113,11 @@ def ptx(change=lambda name, body: body, skip=None):
                 entry = name.replace("EfEv10", f"E{types}Ev10")
                 text += f".visible .entry _Z18{entry}(\n)\n{{\n{change((algorithm, rounding), body)}}}\n"
     for grad in ("f", "8ZeroBf16"):
-        body = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\n" * 3 + \
-               "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" + \
-               "ld.global.v2.u32 {%r1, %r2}, [%rd1];\n" * 2
+        body = "ld.global.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1];\n" * 5 + \
+               "ld.global.v4.u32 {%r1, %r2, %r3, %r4}, [%rd1];\n" + \
+               "st.global.v4.f32 [%rd1], {%f1, %f2, %f3, %f4};\n" * 2
         text += f".visible .entry _Z15zero_sum_kernelI{grad}Ev7ZeroSumi(\n)\n{{\n{change('sum', body)}}}\n"
+        text += f".visible .entry _Z24zero_norm_squares_kernelI{grad}EvPK9(\n)\n{{\n{change('norm', body)}}}\n"
     return text
 
 
@@ -125,8 +126,8 @@ def ptx(change=lambda name, body: body, skip=None):
     ("sqrt.rn.ftz", "sqrt.approx.ftz", "sqrt.approx.ftz.f32"),
     ("div.rn.ftz", "div.approx", "div.approx.f32"),
     ("div.rn.ftz", "div.full.ftz", "div.full.ftz.f32"),
-    ("st.global.v4.f32", "st.global.f32", "0 v4.f32 stores"),
-    ("ld.global.v4.f32", "ld.global.v2.f32", "0 v4.f32 loads"),
+    ("st.global.v4.f32", "st.global.f32", "0 16-byte stores"),
+    ("ld.global.v4.f32", "ld.global.v2.f32", "0 16-byte loads"),
     ("st.global.v2.u32", "st.global.u32", "0 8-byte stores")])
 def test_ptx_check(tmp_path, old, new, message):
     (tmp_path / "k.ptx").write_text(
@@ -139,7 +140,7 @@ def test_ptx_check(tmp_path, old, new, message):
 def test_ptx_check_misses_a_kernel(tmp_path):
     (tmp_path / "k.ptx").write_text(ptx(skip=(1, 2)))
     result = run([sys.executable, "dev/ptx_check.py", tmp_path / "k.ptx"], check=False)
-    assert result.code == 1 and "13 instances of the update kernel and 2 of the sum kernel, 15 and 2 expected" in result.out
+    assert result.code == 1 and "13 instances of the update kernel, 4 of norm and sum, 15 and 4 expected" in result.out
 
 
 # ---- dev/demo.py

@@ -21,7 +21,7 @@ class Outcome:
 
     def bits(self):
         """Everything that must be equal between two runs that are the same to the bit."""
-        return None if self.error else (self.log, self.summary["params_hash"], self.summary["params_sum"])
+        return None if self.error else (self.log, *(self.summary[key] for key in ("params_hash", "run_hash", "params_sum")))
 
     def column(self, name):
         return [float(value) for value in re.findall(rf"\b{name}:(\S+)", self.log)]

@@ -4,7 +4,31 @@
        mpirun -np N build/test/train_program FILE
 
    Each line of FILE is "[NAME=VALUE ...] flags": the names are set in the environment for that run alone, and the CPU
-   build of CUDA reads its environment anew before each run. Rank 0 prints "line K: ok" or "line K: error: TEXT". */
+   build of CUDA reads its environment anew before each run. Rank 0 prints "line K: ok" or "line K: error: TEXT".
+   POISON=SAMPLE,... : the gradients of micro-batches that begin with these samples (-I split) are not finite. */
+#include "../dev/mlp/loss.cuh"
+
+static uint64_t poisoned_first; /* sample of the micro-batch at hand */
+
+static int is_poisoned(void) {
+    const char* list = getenv("POISON");
+    for (char* end; list && *list; list = *end ? end + 1 : end)
+        if (strtoull(list, &end, 10) == poisoned_first) return 1;
+    return 0;
+}
+static ZeroResult poisoned_split(ZeroDtype dtype, void* x, void* y, int batch, int width, uint64_t seed,
+                                 uint64_t first, cudaStream_t stream) {
+    poisoned_first = first;
+    return data_split(dtype, x, y, batch, width, seed, first, stream);
+}
+static ZeroResult poisoned_loss(ZeroDtype dtype, const void* y, const void* target, void* y_grad,
+                                size_t count, double* loss, cudaStream_t stream) {
+    ZERO_TRY(loss_run(dtype, y, target, y_grad, count, loss, stream));
+    if (is_poisoned()) ZERO_TRY_CUDA(cudaMemsetAsync(y_grad, 0xff, 4 * zero_dtype_bytes(dtype), stream));
+    return zero_ok();
+}
+#define data_split poisoned_split
+#define loss_run poisoned_loss
 #define TRAIN_MLP_NO_MAIN
 #include "../train_mlp.cu"
 

@@ -12,8 +12,7 @@ static __device__ __forceinline__ void store_element(ZeroBf16* to, float x) {
 
 #define LOSS_BLOCKS_MAX 256
 
-/* Device memory of the caller's, loss_bytes long: [0] is the mean loss of a step on this rank; behind it the blocks'
-   partial sums of one micro-step. */
+/* Device memory of the caller's, loss_bytes long: [0] is the mean loss of a micro-batch; after it the blocks' partial sums. */
 static inline size_t loss_bytes(void) { return (1 + LOSS_BLOCKS_MAX) * sizeof(double); }
 
 template <typename T>
@@ -35,14 +34,14 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
 
 template <typename Number>
 static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
-    loss_sum_kernel(const Number* partials, int count, Number scale, int add, Number* loss) {
+    loss_sum_kernel(const Number* partials, int count, Number scale, Number* loss) {
     double sum = zero_block_sum((int)threadIdx.x < count ? partials[threadIdx.x] : 0.0);
-    if (threadIdx.x == 0) *loss = (add ? *loss : 0.0) + sum * scale;
+    if (threadIdx.x == 0) *loss = sum * scale;
 }
 
-/* y_grad = d(mean (y - target)^2) / dy, over count elements; loss[0] (+)= that mean / micros. */
+/* y_grad = d(mean (y - target)^2) / dy, over count elements; loss[0] = that mean. */
 static inline ZeroResult loss_run(ZeroDtype dtype, const void* y, const void* target, void* y_grad,
-                                  size_t count, int micro, int micros, double* loss, cudaStream_t stream) {
+                                  size_t count, double* loss, cudaStream_t stream) {
     size_t blocks = (count + 4 * ZERO_BLOCK_THREADS - 1) / (4 * ZERO_BLOCK_THREADS);
     if (blocks > LOSS_BLOCKS_MAX) blocks = LOSS_BLOCKS_MAX;
     cudaLaunchConfig_t config = zero_launch_config(blocks, ZERO_BLOCK_THREADS, stream);
@@ -57,7 +56,7 @@ static inline ZeroResult loss_run(ZeroDtype dtype, const void* y, const void* ta
                                          (float*)y_grad, count, grad_scale, loss + 1));
     }
     ZERO_TRY_CUDA(cudaLaunchKernelEx(&last, loss_sum_kernel<double>, (const double*)(loss + 1), (int)blocks,
-                                     1.0 / ((double)count * micros), (int)(micro > 0), loss));
+                                     1.0 / (double)count, loss));
     return zero_ok();
 }
 

@@ -46,10 +46,11 @@ typedef enum OptionKind {
 typedef struct Option {
     const char* flag;
     OptionKind kind;
-    size_t field;        /* offset in Options */
-    double low, high;    /* inclusive */
-    const char* choices; /* "a|b|c": the field becomes 0, 1, 2; for texts the help's name of the value */
-    const char* later;   /* values refused with "not in this version": choices, "*" for all but 0 */
+    size_t field;     /* offset in Options */
+    double low, high; /* inclusive */
+    const char*
+        choices; /* "a|b|c": the field becomes low, low + 1, low + 2; for texts the help's name of the value */
+    const char* later; /* values refused with "not in this version": choices, "*" for all but 0 */
     const char* help;
 } Option;
 
@@ -59,7 +60,7 @@ static const Option OPTIONS[] = {
     {"-b", OPTION_INT, OPTION_AT(batch), 1, 1e9, NULL, NULL,
      "batch per rank and micro-step, in samples (20)"},
     {"-d", OPTION_INT, OPTION_AT(total_batch), 1, 1e15, NULL, NULL,
-     "total batch in samples (b * ranks); micro-steps follow"},
+     "total batch in samples, a multiple of -b (b * ranks); micro-steps follow"},
     {"-x", OPTION_INT, OPTION_AT(steps), 1, 1e12, NULL, NULL, "steps (1)"},
     {"-l", OPTION_REAL, OPTION_AT(lr), 0, 1e30, NULL, NULL, "learning rate (0.01)"},
     {"-c", OPTION_REAL, OPTION_AT(weight_decay), 0, 1e30, NULL, NULL, "weight decay, on biases too (0)"},
@@ -97,9 +98,9 @@ static const Option OPTIONS[] = {
     {"-K", OPTION_BUCKET, OPTION_AT(bucket_mb), 0, 1e9, "MB|unit", NULL,
      "bucket size in MB, or unit, or 0 = one bucket; with -z 2 and 3 units apart (0, unit)"},
     {"-R", OPTION_CHOICE, OPTION_AT(reduction), 0, 0, "nccl|ordered|allreduce", NULL,
-     "reduction: nccl; ordered, in fp32 in rank order; allreduce, with -z 0 only (nccl)"},
-    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), 0, 0, "step|micro", NULL,
-     "reduce once a step, or each micro-step into fp32; -z 2 and 3 do that always (step)"},
+     "reduction: nccl; ordered, in fp32, any number of ranks the same; allreduce, with -z 0 only (nccl)"},
+    {"-A", OPTION_CHOICE, OPTION_AT(accumulation), ZERO_ACCUMULATE_STEP, 0, "step|micro", NULL,
+     "reduce once a step, or each micro-step into fp32; -z 2 and 3 do that always (step; -R ordered: micro)"},
     {"-O", OPTION_INT, OPTION_AT(overlap), 0, 1, NULL, NULL,
      "overlap communication with forward and backward (1)"},
     {"-I", OPTION_CHOICE, OPTION_AT(data), 0, 0, "recipe|own|split", NULL,
@@ -195,7 +196,7 @@ static inline ZeroResult option_set(Options* o, const Option* option, const char
     if (option->kind == OPTION_CHOICE) {
         int place = option_find(option->choices, value);
         if (place < 0) return option_range_error(option, value);
-        *(long long*)((char*)o + option->field) = place;
+        *(long long*)((char*)o + option->field) = (long long)option->low + place;
         return zero_ok();
     }
     if (option->kind == OPTION_BUCKET) {
@@ -218,10 +219,9 @@ static inline ZeroResult options_check(const Options* o, int ranks) {
     if (o->trace && (o->trace[0] == '\0' || strlen(o->trace) > 3000))
         return zero_error(ZERO_ERROR_ARGUMENT, "-T %.60s: a path of 1 to 3000 characters is needed",
                           o->trace);
-    if (o->total_batch && (o->total_batch % per_micro != 0))
-        return zero_error(ZERO_ERROR_ARGUMENT,
-                          "-d %lld: a multiple of -b * ranks = %lld * %d = %lld is needed", o->total_batch,
-                          o->batch, ranks, per_micro);
+    if (o->total_batch && (o->total_batch % o->batch != 0))
+        return zero_error(ZERO_ERROR_ARGUMENT, "-d %lld: a multiple of -b %lld is needed", o->total_batch,
+                          o->batch);
     if (o->total_batch / per_micro > 1000000)
         return zero_error(ZERO_ERROR_ARGUMENT,
                           "-d %lld: %lld micro-steps of -b * ranks = %lld; 1 to 1000000 are possible",

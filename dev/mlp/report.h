@@ -169,7 +169,7 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
 typedef struct ParamsDigest {
     double sum; /* as the recipe sums: sum of each weight + width * sum of each bias */
     double plain_sum;
-    uint64_t hash; /* zero_check_replicas */
+    uint64_t hash, run; /* zero_run_hash: of the parameters, and with the state */
 } ParamsDigest;
 
 static inline void sum_segment(ParamsDigest* digest, const ZeroSegment* segment, const void* host,
@@ -276,6 +276,7 @@ static inline ZeroResult report_close(Report* report, int ranks, long long steps
                 digest->sum - digest->sum == 0.0 ? "  \"params_sum\": %.17g,\n" : "  \"params_sum\": null,\n",
                 digest->sum);
         fprintf(file, "  \"params_hash\": \"%016llx\",\n", (unsigned long long)digest->hash);
+        fprintf(file, "  \"run_hash\": \"%016llx\",\n", (unsigned long long)digest->run);
         fprintf(file, "  \"peak_mb\": [%.6f, %.6f, %.6f, %.6f],\n", 1e-6 * (double)peak_bytes[0],
                 1e-6 * (double)peak_bytes[1], 1e-6 * (double)peak_bytes[2], 1e-6 * (double)peak_bytes[3]);
         fprintf(file, "  \"optimizer_state_mb\": %.6f,\n", 1e-6 * (double)state_bytes);
