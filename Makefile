@@ -78,7 +78,8 @@ ifndef NO_MULTI_GPU
   LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
 endif
 
-.PHONY: help demo test test-all test-san hashes units cuda-check lint bench llmc clean FORCE
+
+.PHONY: help demo test test-all test-san hashes units chaos cuda-check lint bench llmc clean FORCE
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -138,6 +139,11 @@ lint: ## layout and common mistakes: clang-format, ruff, shellcheck, in the vers
 	git ls-files '*.cuh' '*.cu' '*.h' '*.cpp' '*.c' | xargs .venv/bin/clang-format --dry-run -Werror
 	.venv/bin/ruff check -q
 	.venv/bin/shellcheck -x .ci/run dev/*.sh dev/llmc/*.sh dev/cpu/*.sh dev/cpu/nvcc
+
+chaos: ## kill a run again and again, on other numbers of ranks each time, and compare it with one left alone
+	dev/deps.sh demo
+	$(MAKE) train_mlp
+	.venv/bin/python dev/chaos.py --kills $(or $(KILLS),20) --seed $(or $(SEED),0)
 
 bench: ## update and norm kernels beside a plain copy and a plain read, in one run
 	dev/gpu_check.sh --only bandwidth

@@ -5,8 +5,8 @@
 
 Runs ./train_mlp with its defaults, which are the job of PyTorch's recipe for ZeroRedundancyOptimizer (20
 layers of 2000 x 2000, 2 ranks, one step of Adam), with -z 0 to -z 3, and prints one table. Then trains a
-small MLP off and sharded, compares the logs to the last digit and draws build/demo/loss.png. All that it
-writes is in build/demo.
+small MLP off and sharded, compares the logs to the last digit and draws build/demo/loss.png; and with
+-R ordered on 1, 2 and 3 ranks, which must be one run. All that it writes is in build/demo.
 Exit code 1 if anything that has to be equal is not, or if the memory is not what sharding promises.
 """
 
@@ -33,6 +33,7 @@ PYTORCH = {
     "PyTorch 1.13\nCPU": (((358, 679, 990, 1679), (389, 648, 981, 1365)), (-3453.5347, -3453.5347)),
 }
 REFERENCE_SUM = -3453.53   # PyTorch on a CPU
+ANY_RANKS = ["-L", "3", "-C", "64", "-b", "4", "-d", "48", "-I", "split", "-x", "50", "-l", "1e-3", "-R", "ordered"]
 SMALL = ["-L", "3", "-C", "64", "-b", "16", "-I", "split", "-x", "200", "-l", "1e-3"]
 
 
@@ -117,6 +118,13 @@ def main():
     if differs or not all(holds for _, holds in checks):
         sys.exit("demo: FAILED: something above is not as it has to be")
     print("demo: sharding changed the memory and nothing else")
+
+    print("\nOne run on 1, 2 and 3 ranks, 12 micro-batches a step:")
+    hashes = [train(ranks, f"ranks/{ranks}", [*ANY_RANKS, "-z", str(ranks)])["run_hash"] for ranks in (1, 2, 3)]
+    logs = {(FOLDER / f"ranks/{ranks}/main.log").read_bytes() for ranks in (1, 2, 3)}
+    if len(set(hashes)) > 1 or len(logs) > 1:
+        sys.exit(f"demo: FAILED: 1, 2 and 3 ranks have the run hashes {', '.join(hashes)} and {len(logs)} different logs")
+    print(f"demo: 1, 2 and 3 ranks, one run hash: {hashes[0]}")
 
 
 if __name__ == "__main__":

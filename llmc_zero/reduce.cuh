@@ -22,7 +22,7 @@ typedef struct ZeroSum {
     size_t grads_first; /* a multiple of a cell, as are piece.flat_first and piece.count */
     ZeroDtype dtype;
     const void*
-        others; /* piece.count elements of each other sender, in rank order; NULL: grads are summed over ranks */
+        others; /* piece.count elements of each other sender, by rank; NULL: grads are sums over ranks */
     int senders, rank;  /* ranks 0 .. senders - 1 have a micro-batch */
     float* sums;        /* where the sum goes */
     int sums_sharded;   /* 1: indexed by state_offset; 0: in place of grads, which are fp32 */

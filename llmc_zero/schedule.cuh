@@ -24,7 +24,7 @@ typedef enum ZeroAlgorithm ZERO_ANY_INT { ZERO_ADAMW = 0, ZERO_ADAM = 1, ZERO_SG
 
 typedef enum ZeroReduction ZERO_ANY_INT {
     ZERO_REDUCE_NCCL = 0, /* ncclReduceScatter in the gradients' type; stage 0 then gathers the sums */
-    ZERO_REDUCE_ORDERED,  /* all-to-all, sums in fp32 in rank order: the same bits in every stage and plan */
+    ZERO_REDUCE_ORDERED, /* all-to-all, sums in fp32, a left fold: the same bits for any ranks, stage and plan */
     ZERO_REDUCE_ALLREDUCE /* ncclAllReduce, stage 0 only: the usual way, to compare with */
 } ZeroReduction;
 

@@ -2,8 +2,10 @@
 
 import itertools
 
+import sys
+
 import pytest
-from conftest import slow
+from conftest import run, slow
 from train_lines import STREAM_MODES, check_ok, run_lines
 
 BASE = "-I split -b 4 -d 48 -L 3 -C 67 -x 6 -l 3e-3 -R ordered -G 0.15"   # 12 micro-batches: 5 ranks do not divide them
@@ -73,3 +75,10 @@ def test_rounds_that_are_not_full(ranks, tmp_path):
         for name in ("trl", "norm"):
             for a, b in zip(outcome.column(name), expected.column(name)):
                 assert abs(a - b) <= limit * b, (batches, kind, how, z, name, a, b)
+
+
+@pytest.mark.parametrize("kills, seed", [(4, 1), pytest.param(30, 2, marks=slow)])
+def test_killed_and_started_on_other_ranks(kills, seed):
+    """dev/chaos.py: whatever happened in between, the run is that of one rank."""
+    result = run([sys.executable, "dev/chaos.py", "--kills", kills, "--seed", seed], timeout=1800)
+    assert f"{kills} kills, 0 hung" in result.out and result.out.rstrip().endswith("0 differences")
