@@ -10,7 +10,9 @@ Exit code 0: no difference; 1: one, or ranks that did not end; 2: the program co
 """
 
 import argparse
+import atexit
 import json
+import os
 import random
 import re
 import shlex
@@ -43,6 +45,12 @@ class Attempt:
                                            stdin=subprocess.DEVNULL, start_new_session=True)
                           for start, file in zip(starts, self.files)]
         self.meeting, self.name = meeting, Path(command[0]).name
+        atexit.register(self.kill)   # whatever ends this script
+
+    def kill(self):
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)   # each is the first of a session
 
     def ranks(self):
         """Process numbers of the trainer's ranks that live."""
@@ -69,9 +77,7 @@ class Attempt:
                 process.wait(max(0.1, limit - time.monotonic()))
             except subprocess.TimeoutExpired:
                 ended = False
-                for pid in self.ranks():
-                    subprocess.run(["kill", "-9", str(pid)], check=False)
-                process.kill()
+                self.kill()
         self.text = ""
         for file in self.files:
             file.seek(0)
@@ -80,15 +86,21 @@ class Attempt:
         return ended
 
 
-def disturb(attempt, folder, how, span, draw):
-    """Waits for the moment, then sends the signal. Returns whether anybody was there to get it."""
+def wait_until(attempt, happened):
+    limit = time.monotonic() + GIVE_UP
+    while attempt.running() and not happened() and time.monotonic() < limit:
+        time.sleep(0.001)
+
+
+def disturb(attempt, folder, how, draw):
+    """Waits until the ranks have met and for the moment, then sends the signal. Returns whether anybody was there to get it."""
+    met = folder.parent / "out.0"
+    wait_until(attempt, lambda: "train_mlp:" in met.read_text())
     if how["moment"] == "save":
-        limit = time.monotonic() + 20 * span
-        while attempt.running() and not list(folder.glob("*.tmp")) and time.monotonic() < limit:
-            time.sleep(0.001)
+        wait_until(attempt, lambda: list(folder.glob("*.tmp")))
         time.sleep(draw.uniform(0, 0.02))
     else:
-        time.sleep(draw.uniform(0, span))
+        time.sleep(draw.uniform(0, 2.0))
     targets = attempt.ranks()
     if how["whom"] == "one" and targets:
         targets = [draw.choice(targets)]
@@ -112,7 +124,6 @@ def plan_of(draw, most_ranks):
 def run_disturbed(program, base, folder, arguments, draw):
     """Attempts until so many kills have hit; then one that is left alone. Returns (kills, hangs, last step)."""
     kills = hangs = number = 0
-    span = 2.0   # seconds
     while kills < arguments.kills:
         number += 1
         ranks, flags, start, how = plan_of(draw, arguments.ranks)
@@ -120,7 +131,7 @@ def run_disturbed(program, base, folder, arguments, draw):
         before = newest_step(folder / "run")
         command = [program, *shlex.split(f"{base} {flags} -x 1000000 -n 1 -nk 3 -y 1"), "-o", str(folder / "run")]
         attempt = Attempt(command, ranks, meeting, folder)
-        hit = disturb(attempt, folder / "run", how, span, draw)
+        hit = disturb(attempt, folder / "run", how, draw)
         ended = attempt.end()
         kills += hit
         hangs += not ended
@@ -173,6 +184,7 @@ def main():
     base = f"{BASE} {draw.choice(KINDS)}"
     if not Path(arguments.program).exists():
         parser.error(f"{arguments.program} is not there: make train_mlp")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("chaos: ended by a signal"))
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
         folder = Path(name)
         print(f"seed {arguments.seed}: {base}", flush=True)
