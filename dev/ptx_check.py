@@ -8,8 +8,8 @@ Every instance of the update kernel (3 algorithms x fp32, and bf16 with masters 
 and in fp32: fifteen are due):
   - fp32 data is read and written 16 bytes at a time (v4.f32), at least once for each buffer it has to touch;
   - bf16 data is read and written 8 bytes at a time (v2.b32, v4.b16 or b64), once or more for each of them.
-Both instances of the norm kernel and both of the sum kernel take eight elements at a time: 16 bytes of bf16, twice 16 of fp32;
-the sum kernel for its own gradients, those of the others, the sums before and the store.
+Both instances of the norm kernel and both of the sum kernel take eight elements at a time (16 bytes of bf16, twice 16 of
+fp32), the sum kernel of its own gradients, those of the others, the sums before and the store.
 
 Prints one line a kernel; exit code 1 if something is not as it should be.
 """
