@@ -5,7 +5,7 @@ import itertools
 import sys
 
 import pytest
-from conftest import run, slow
+from conftest import LONG, run, slow
 from train_lines import STREAM_MODES, check_ok, run_lines
 
 BASE = "-I split -b 4 -d 48 -L 3 -C 67 -x 6 -l 3e-3 -R ordered -G 0.15"   # 12 micro-batches: 5 ranks do not divide them
@@ -17,7 +17,7 @@ PLANS = [f"-z {z} -K {k} -O {o}" for z, k, o in itertools.product(range(4), ("0"
 def runs(lines_of, ranks, folder):
     """{line: bits} of one rank count; lines: {name: command line}."""
     lines = list(lines_of.values())
-    outcomes, _ = run_lines(lines, ranks, folder, timeout=900)
+    outcomes, _ = run_lines(lines, ranks, folder)
     check_ok(outcomes, lines)
     return dict(zip(lines_of, outcomes))
 
@@ -80,5 +80,5 @@ def test_rounds_that_are_not_full(ranks, tmp_path):
 @pytest.mark.parametrize("kills, seed", [(4, 1), pytest.param(30, 2, marks=slow)])
 def test_killed_and_started_on_other_ranks(kills, seed):
     """dev/chaos.py: whatever happened in between, the run is that of one rank."""
-    result = run([sys.executable, "dev/chaos.py", "--kills", kills, "--seed", seed], timeout=1800)
+    result = run([sys.executable, "dev/chaos.py", "--kills", kills, "--seed", seed], timeout=LONG)
     assert f"{kills} kills, 0 hung" in result.out and result.out.rstrip().endswith("0 differences")
