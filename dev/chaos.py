@@ -34,7 +34,7 @@ class Attempt:
     """One start of all ranks; `command` is the trainer's."""
 
     def __init__(self, command, ranks, meeting, where):
-        self.files = [open(where / f"out.{rank}", "w+") for rank in range(ranks if meeting else 1)]
+        self.files = [open(where / f"out.{rank}", "w+") for rank in range(ranks if meeting else 1)]   # noqa: SIM115 (until end)
         if meeting:
             meeting.mkdir(exist_ok=True)
             starts = [[*command, "-pi", "fs", "-pf", str(meeting), "-pn", str(ranks), "-pr", str(rank)]
@@ -93,7 +93,7 @@ def wait_until(attempt, happened):
 
 
 def disturb(attempt, folder, how, draw):
-    """Waits until the ranks have met and for the moment, then sends the signal. Returns whether anybody was there to get it."""
+    """Once the ranks have met, waits for the moment and sends the signal. Returns whether anybody was there to get it."""
     met = folder.parent / "out.0"
     wait_until(attempt, lambda: "train_mlp:" in met.read_text())
     if how["moment"] == "save":

@@ -77,15 +77,16 @@ struct Place {
 
 /* Scalars of update t, made as in a real step: the norm of an exact sum, then the launch under test. */
 ZeroScalars scalars_for(const Settings& s) {
-    Device<double> sums(std::vector<double>{4.0, 0.0});
+    std::vector<uint64_t> sum(ZERO_SUM_WORDS, 0);
+    zero_exact_add(&sum[ZERO_SUM_SQUARES], 4.0);
+    Device<uint64_t> sums(sum);
     Device<ZeroScalars> scalars(std::vector<ZeroScalars>(1, ZeroScalars()));
-    ZeroNorm norm = {NULL, 0, NULL, ZERO_FP32, NULL, sums.at, sums.at, scalars.at, 0};
+    ZeroNorm norm = {NULL, 0, NULL, ZERO_FP32, sums.at, sums.at, scalars.at};
     ZeroStepSettings settings = {s.algorithm == ZERO_SGD ? 0.5 : s.beta1,
                                  s.algorithm == ZERO_SGD ? 0.5 : s.beta2,
                                  s.grad_scale,
                                  0.0,
                                  s.seed,
-                                 1,
                                  0.0};
     ok(zero_set_t_launch(scalars.at, s.t - 1, NULL));
     ok(zero_norm_finish(&norm, &settings, NULL));
