@@ -78,7 +78,6 @@ ifndef NO_MULTI_GPU
   LLMC_LIBS  += $(NCCL_LIBS) -lnccl $(MPI_LIBS)
 endif
 
-
 .PHONY: help demo test test-all test-san hashes units chaos cuda-check lint bench llmc clean FORCE
 .DELETE_ON_ERROR:
 

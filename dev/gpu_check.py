@@ -111,8 +111,8 @@ SMALL = ("-L", "4", "-C", "200")
 OWN = ("-I", "own", "-l", "1e-4")   # other data on each rank
 
 
-def compared(check, part, case, runs, said):
-    """Runs (name, ranks, flags) of train_mlp that must end with the same parameters; said(summaries) tells their numbers."""
+def compared(check, part, case, runs, said, key="params_hash"):
+    """Runs (name, ranks, flags) of train_mlp that must end with the same hash; said(summaries) tells their numbers."""
     why = check.unbuilt("train_mlp")
     if why:
         check.row(part, case, *why)
@@ -124,7 +124,7 @@ def compared(check, part, case, runs, said):
             check.row(part, case, outcome.verdict, f"{' '.join(flags)} {outcome.text * (outcome.verdict == NO_TIME)}")
             return
         summaries.append(summary)
-    hashes = [summary["params_hash"] for summary in summaries]
+    hashes = [summary[key] for summary in summaries]
     check.row(part, case, PASSED if len(set(hashes)) == 1 else FAILED,
               said(summaries) + ("" if len(set(hashes)) == 1 else f"; hashes {' '.join(hashes)}"))
 
@@ -149,6 +149,16 @@ def stages(check):
                      [(f"stages-{ranks}-{dtype}-z{stage}", ranks, ("-z", str(stage), "-x", "5", "-P", dtype, "-R", "ordered",
                                                                   "-A", "micro", *SMALL, *OWN)) for stage in range(4)],
                      numbers)
+
+
+def any_ranks(check):
+    """-R ordered: 1, 2 and 4 ranks end with one run hash, micro-batches that do not divide, too."""
+    for dtype in ("fp32", "bf16"):
+        for stage in (1, 3):
+            compared(check, "any ranks", f"1, 2 and 4 ranks, {dtype}, stage {stage}",
+                     [(f"any-{ranks}-{dtype}-z{stage}", ranks, ("-z", str(stage), "-x", "5", "-P", dtype, "-R", "ordered", "-I",
+                                                               "split", "-d", "180", "-l", "1e-4", *SMALL))
+                      for ranks in (1, 2, 4)], numbers, key="run_hash")
 
 
 def recipe(check):
@@ -193,8 +203,8 @@ def llmc(check):
         check.row("llm.c", case, outcome.verdict, said[-1] if said else "")
 
 
-# In this order; the first six should be done after about half of the default budget.
-PARTS = {part.__name__: part for part in (units, memcheck, bandwidth, stages, recipe, many_ranks, variants, overlap,
+# In this order; the first seven should be done after about half of the default budget.
+PARTS = {part.__name__: part for part in (units, memcheck, bandwidth, stages, any_ranks, recipe, many_ranks, variants, overlap,
                                           racecheck, memcheck_long, llmc)}
 
 
@@ -215,7 +225,7 @@ def targets(parts):
     programs = []
     if {"units", "memcheck", "racecheck", "memcheck_long", "many_ranks"} & set(parts):
         programs += [f"build/test/{name}" for name in UNITS]
-    if {"stages", "recipe", "variants", "overlap"} & set(parts):
+    if {"stages", "any_ranks", "recipe", "variants", "overlap"} & set(parts):
         programs.insert(0, "train_mlp")   # takes the longest
     return [*programs, *(["build/gpu_check/bandwidth"] if "bandwidth" in parts else [])]
 

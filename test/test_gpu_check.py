@@ -50,7 +50,7 @@ def test_a_part_that_breaks_stops_no_other(check, tmp_path, monkeypatch):
 
 def test_what_tells_most_comes_first():
     order = list(gpu_check.PARTS)
-    assert order[:5] == "units memcheck bandwidth stages recipe".split() and order[-1] == "llmc"
+    assert order[:5] == "units memcheck bandwidth stages any_ranks".split() and order[-1] == "llmc"
     assert gpu_check.targets(["units", "bandwidth"])[-1] == "build/gpu_check/bandwidth"
     assert {f"build/test/{name}" for name in gpu_check.UNITS} <= set(gpu_check.targets(order))
 
@@ -99,10 +99,11 @@ def test_dry_run():
     rows = (TOP / "build/gpu_check/results.txt").read_text()
     assert result.code == 0 and rows == result.out, result.out
     parts = list(dict.fromkeys(re.findall(r"^(\w[\w., ]*?)  +\S.* passed", rows, re.M)))
-    assert parts == ["unit test", "memcheck", "bandwidth", "stages", "recipe", "variants", "overlap", "racecheck",
+    assert parts == ["unit test", "memcheck", "bandwidth", "stages", "any ranks", "recipe", "variants", "overlap", "racecheck",
                      "memcheck, long", *(["llm.c"] if "LLMC_DIR" in os.environ else [])]
     assert re.findall(r"^recipe +(\d) ranks", rows, re.M) == ["1", "2", "4"]
     assert len(re.findall(r"^stages .* stages 0 to 3 ", rows, re.M)) == 4
+    assert len(re.findall(r"^any ranks .* 1, 2 and 4 ranks, ", rows, re.M)) == 4
     for kernel in ("update AdamW fp32", "update AdamW bf16 + masters", "update AdamW bf16 stochastic"):
         assert re.search(rf"^bandwidth +{re.escape(kernel)}, .*%? of copy", rows, re.M)
     assert re.search(r"^bandwidth +norm bf16, .* of read", rows, re.M)
