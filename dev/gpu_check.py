@@ -155,9 +155,9 @@ def any_ranks(check):
     """-R ordered: 1, 2 and 4 ranks end with one run hash, micro-batches that do not divide, too."""
     for dtype in ("fp32", "bf16"):
         for stage in (1, 3):
+            flags = (*SMALL, "-x", "5", "-R", "ordered", "-I", "split", "-d", "180", "-l", "1e-4", "-P", dtype)
             compared(check, "any ranks", f"1, 2 and 4 ranks, {dtype}, stage {stage}",
-                     [(f"any-{ranks}-{dtype}-z{stage}", ranks, ("-z", str(stage), "-x", "5", "-P", dtype, "-R", "ordered", "-I",
-                                                               "split", "-d", "180", "-l", "1e-4", *SMALL))
+                     [(f"any-{ranks}-{dtype}-z{stage}", ranks, (*flags, "-z", str(stage)))
                       for ranks in (1, 2, 4)], numbers, key="run_hash")
 
 
@@ -204,8 +204,8 @@ def llmc(check):
 
 
 # In this order; the first seven should be done after about half of the default budget.
-PARTS = {part.__name__: part for part in (units, memcheck, bandwidth, stages, any_ranks, recipe, many_ranks, variants, overlap,
-                                          racecheck, memcheck_long, llmc)}
+PARTS = {part.__name__: part for part in (units, memcheck, bandwidth, stages, any_ranks, recipe, many_ranks, variants,
+                                          overlap, racecheck, memcheck_long, llmc)}
 
 
 def check_all(check, parts):

@@ -99,8 +99,8 @@ def test_dry_run():
     rows = (TOP / "build/gpu_check/results.txt").read_text()
     assert result.code == 0 and rows == result.out, result.out
     parts = list(dict.fromkeys(re.findall(r"^(\w[\w., ]*?)  +\S.* passed", rows, re.M)))
-    assert parts == ["unit test", "memcheck", "bandwidth", "stages", "any ranks", "recipe", "variants", "overlap", "racecheck",
-                     "memcheck, long", *(["llm.c"] if "LLMC_DIR" in os.environ else [])]
+    assert parts == ["unit test", "memcheck", "bandwidth", "stages", "any ranks", "recipe", "variants", "overlap",
+                     "racecheck", "memcheck, long", *(["llm.c"] if "LLMC_DIR" in os.environ else [])]
     assert re.findall(r"^recipe +(\d) ranks", rows, re.M) == ["1", "2", "4"]
     assert len(re.findall(r"^stages .* stages 0 to 3 ", rows, re.M)) == 4
     assert len(re.findall(r"^any ranks .* 1, 2 and 4 ranks, ", rows, re.M)) == 4

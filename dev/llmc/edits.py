@@ -146,7 +146,16 @@ def edit_backward(plan):
     for argument in reduces[1].arguments[:2]:
         plan.replace(declaration(source, argument[0], block), "")
     plan.replace(source.statement(reduces[1].start), "")
+    cleared = source.if_around(source.call("cudaMemsetAsync", function.body, "losses").start)
+    first = source.find(rf"\b{micro_step}\s*==\s*0\b", Span(cleared.start, source.code.index("{", cleared.start)),
+                        f"{micro_step} == 0 where losses are cleared")
+    plan.change(*first.span(), f"({first[0]} || zero_gpt2_ordered({model}))")
     encoder = source.call("encoder_backward", function.body)
+    scale = source.find(rf"\b{micro_steps}\b", Span(last.end, encoder.start), f"the scale of the loss, 1 / {micro_steps}")
+    plan.change(*scale.span(), f"zero_gpt2_loss_steps({model}, {micro_steps})")
+    for draw in source.calls("random_u32", function.body):
+        plan.change(draw.start, draw.start, f"zero_gpt2_ordered({model}) ? zero_gpt2_random({model}) : ")
+    plan.change(function.body.end, function.body.end, f"    zero_gpt2_mean_loss({model});\n")
     plan.after(source.statement(encoder.start), f"zero_gpt2_backward_done({model});")
     pointers(plan, "grad", ["gpt2_backward_and_reduce"])
 
@@ -286,6 +295,56 @@ def edit_flags(plan):
     if len(prints) != 1:
         raise Missing(f"the help on -z in error_usage: found {len(prints)} times, expected once")
     plan.after(source.statement(prints[0].start), "zero_gpt2_usage();")
+
+
+@edit("batches", TRAINER, "with -R ordered one list of micro-batches for any number of ranks: steps, data, evaluation")
+def edit_batches(plan):
+    source, main = plan.source, plan.source.function("main")
+    model, backward = main_model(source), source.call("gpt2_backward_and_reduce", main.body)
+    micro_steps, micro_step = backward.arguments[3][0], backward.arguments[4][0]
+    division = source.find(rf"\bint\s+{re.escape(micro_steps)}\s*=\s*((\w+)\s*/\s*(\w+))\s*;", main.body,
+                           f"{micro_steps} = TOKENS OF A STEP / TOKENS OF A ROUND")
+    total, of_round = division[2], division[3]
+    plan.change(*division.span(1), f"zero_gpt2_micro_steps(&zero_settings, {total}, {of_round})")
+    for use in re.compile(rf"[%/]\s*({of_round})\b").finditer(source.code, *main.body):
+        if not division.start() <= use.start() < division.end():
+            plan.change(*use.span(1), f"zero_gpt2_round(&zero_settings, {of_round})")
+    loaders = [*source.calls("dataloader_init", main.body), *source.calls("evalloader_init", main.body)]
+    for loader in loaders:
+        place = next((i for i, (text, _) in enumerate(loader.arguments) if text.endswith("num_processes")), 0)
+        if place == 0:
+            raise Missing(f"line {source.line(loader.start)}: RANK, multi_gpu_config.num_processes: not found")
+        for (text, span), what in zip(loader.arguments[place - 1:place + 1], ("rank", "ranks")):
+            start = span[0] + len(source.code[slice(*span)]) - len(source.code[slice(*span)].lstrip())
+            plan.change(start, span[1], f"zero_gpt2_loader_{what}(&zero_settings, {text})")
+    inner, _ = source.for_around(backward.start)
+    taken = source.call("dataloader_next_batch", inner)
+    plan.change(taken.start, taken.end, f"zero_gpt2_next_batch({model}, {taken.arguments[0][0]}, {micro_step})")
+    for call in [*source.calls("dataloader_next_batch", main.body), *source.calls("evalloader_next_batch", main.body)]:
+        if call.start != taken.start:
+            edit_evaluation(plan, call)
+
+
+def edit_evaluation(plan, batch):
+    """A loop over all batches of a loader; `batch` is the call that gets the next one."""
+    source, model = plan.source, main_model(plan.source)
+    of_data = source.code.startswith("dataloader", batch.start)
+    loop, turn = source.for_around(batch.start)
+    limit = re.compile(rf"\b{turn}\s*<\s*([^;]*?)\s*;").search(source.code, loop.start, source.code.index("{", loop.start))
+    if not limit:
+        raise Missing(f"line {source.line(loop.start)}: a loop {turn} < NUMBER OF BATCHES: not found")
+    plan.change(*limit.span(1), f"zero_gpt2_rounds({model}, {limit[1]})")
+    taken = f"{model}, {batch.arguments[0][0]}, {turn}"
+    taken = f"zero_gpt2_val_batch({taken}, {limit[1]})" if of_data else f"zero_gpt2_eval_batch({taken})"
+    plan.change(batch.start, batch.end, taken)
+    if not of_data:
+        return   # what counts are right answers
+    loss = source.find(r"\b(\w+)\s*\+=\s*(?=gpt2_validate\s*\()", loop, "LOSS += gpt2_validate")
+    call = source.call("gpt2_validate", loop)
+    plan.change(call.start, call.start, f"zero_gpt2_val_loss({model}, ")
+    plan.change(call.end, call.end, ")")
+    mean = source.call("multi_gpu_cpu_float_sum", Span(loop.end, source.block_around(loop.start).end), loss[1])
+    plan.after(source.statement(mean.start), f"zero_gpt2_val_mean({model}, &{loss[1]}, {limit[1]});")
 
 
 @edit("clip", TRAINER, "main: the norm is clipped on the device")

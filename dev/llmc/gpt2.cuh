@@ -12,6 +12,7 @@
    A step whose gpt2_update is left out (llm.c's outlier rule) is dropped when the next one begins.
    Parts, each included where what it uses is defined:
      gpt2_flags.cuh       what -K, -R, -A, -O and -H say
+     gpt2_batches.cuh     which micro-batches a rank takes; losses; random numbers
      gpt2_layout.cuh      where the parts of tensors lie: segments, units
      gpt2_model_file.cuh  the parameters in llm.c's order: model files, host memory
      gpt2_checkpoint.cuh  checkpoints, resuming, SIGTERM
@@ -50,7 +51,12 @@ typedef struct ZeroGpt2 {
     ZeroTensor tensors[NUM_PARAMETER_TENSORS]; /* as checkpoints describe them */
     char* state; /* what save_state writes and load_state reads beside the arrays */
     size_t state_bytes;
-    uint64_t samples; /* sequences that all ranks have seen */
+    uint64_t samples;     /* sequences that all ranks have seen */
+    uint64_t micro_first; /* with -R ordered: how many came before this micro-batch */
+    int idle;             /* with -R ordered: this rank has no micro-batch in this micro-step */
+    double* loss;         /* on the device: of a micro-batch */
+    uint64_t val_sum[ZERO_EXACT_WORDS + 1]; /* of this rank's batches, and how many were not finite */
+    int val_counts;                         /* this round's batch counts */
     ZeroConfig
         resumed; /* betas, eps and weight decay of the checkpoint, until the first update compares them */
     int stop;    /* a rank got SIGTERM */
@@ -71,6 +77,7 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 }
 #define zeroCheck(result) (zero_gpt2_check((result), __FILE__, __LINE__))
 
+#include "gpt2_batches.cuh"
 #include "gpt2_layout.cuh"
 
 /* ------------------------------------------------------------------ set up, tear down */
@@ -103,6 +110,7 @@ static inline void zero_gpt2_configure(GPT2* model, int stage, const ZeroGpt2Set
     if (!model->zero) zeroCheck(zero_error(ZERO_ERROR_MEMORY, "no host memory"));
     model->zero->stage = stage;
     model->zero->settings = *settings;
+    if (zero_gpt2_ordered(model)) model->rng_state = 13371337; /* not this rank's: checkpoints are the same */
     if (settings->save_every > 0) zero_gpt2_set_signals();
 }
 
@@ -127,6 +135,7 @@ static inline void zero_gpt2_free(GPT2* model) {
     free(zero->names);
     free(zero->unit_open);
     free(zero->state);
+    cudaFree(zero->loss);
     free(zero);
     model->zero = NULL;
     model->params_memory = NULL;
@@ -182,6 +191,7 @@ static inline void zero_gpt2_allocate_state(GPT2* model) {
     for (int i = 0; i < arrays; i++)
         printf0("allocating %zu MiB for %s\n", (own * sizeof(float)) >> 20, names[i]);
     zeroCheck(zero_alloc_state(z));
+    cudaCheck(cudaMalloc((void**)&model->zero->loss, sizeof(double)));
     zeroCheck(zero_check_replicas(z, NULL)); /* or each rank would give its slices of another model (-e) */
     model->m_memory = z->exp_avg;
     model->v_memory = z->exp_avg_sq;
@@ -270,8 +280,18 @@ static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps)
         }
         zero->steps++;
     }
-    zeroCheck(zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
-    zero->samples += (uint64_t)model->batch_size * (uint64_t)z->ranks;
+    if (!zero_gpt2_ordered(model)) {
+        zeroCheck(
+            zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
+        zero->samples += (uint64_t)model->batch_size * (uint64_t)z->ranks;
+        return;
+    }
+    int place;
+    if (zero->settings.batches == 0) zero->settings.batches = micro_steps * z->ranks;
+    zeroCheck(zero_begin_batches(z, micro_step, zero->settings.batches, 1.0, &zero->idle));
+    const int count = zero_gpt2_in_round(micro_step, zero->settings.batches, &place);
+    zero->micro_first = zero->samples + (uint64_t)place * (uint64_t)model->batch_size;
+    zero->samples += (uint64_t)count * (uint64_t)model->batch_size;
 }
 
 /* A layer's gradients are complete, and its parameters not needed any more. The final layernorm's were before. */
@@ -294,6 +314,7 @@ static inline void zero_gpt2_wait(GPT2* model) { zeroCheck(zero_comm_drain(&mode
 
 /* The embeddings' gradients are complete. */
 static inline void zero_gpt2_backward_done(GPT2* model) {
+    if (zero_gpt2_ordered(model)) zero_gpt2_add_loss(model);
     zeroCheck(zero_grads_ready(&model->zero->z, 0));
     zero_vote(&model->zero->z, zero_gpt2_signalled);
 }
@@ -364,11 +385,13 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
 /* The end of training, before the communicator goes: all ranks must hold the same parameters. Then as
    zero_gpt2_free. */
 static inline void zero_gpt2_finish(GPT2* model) {
-    uint64_t hash;
+    uint64_t hash, run_hash;
     zero_gpt2_close_step(model->zero);
     zeroCheck(zero_check_replicas(&model->zero->z, &hash));
+    zeroCheck(zero_run_hash(&model->zero->z, &hash, &run_hash));
     printf0("llmc_zero: parameters have hash %016llx, on each of %d ranks\n", (unsigned long long)hash,
             multi_gpu_config.num_processes);
+    printf0("llmc_zero: run hash: %016llx (parameters, m, v and masters)\n", (unsigned long long)run_hash);
     zero_gpt2_free(model);
 }
 

@@ -4,11 +4,14 @@
    save_state writes beside its arrays (step, random states, place in the data, what was shuffled) is written by
    llm.c's own code into memory, and travels as a string of the metadata for each rank: "llmc.state.3", in
    hexadecimal. At as many ranks, -b and -t, llm.c's load_state reads it back as it was, so that a resumed run is the
-   same to the bit. At others it gets a state made for it: the same place in the data.
-     data in order (-a 1)   the loader goes on behind the tokens that were seen
-     shuffled               in llm.c every rank draws an order of its own, so that other ranks have seen other samples;
-                            the rest of the epoch is drawn anew, from the same place on: some of its samples come
-                            twice, some not at all
+   same to the bit. With -R ordered the data has one order for all ranks (gpt2_batches.cuh): one state stands for all, as
+   one rank would write it, and any number of ranks goes on with exactly the next samples. Without it, at other ranks, and
+   at another -b or -t, load_state gets a state made for it: the same place in the data.
+     one batch (-a 1)   llm.c trains on the first batch of the validation data again and again; the loader goes on behind
+                        the tokens that were seen
+     shuffled           in llm.c every rank draws an order of its own, so that other ranks have seen other samples; the
+                        rest of the epoch is drawn anew, from the same place on: some of its samples come twice, some
+                        not at all
    The random state of rank r is that of rank r % RANKS, mixed with r / RANKS.
 
    As in llm.c, DONE_00000010 says that a checkpoint is complete, and is written last; it is removed first. Resuming
@@ -223,7 +226,14 @@ static inline ZeroResult zero_gpt2_save(GPT2* model, const char* filename, int s
     std::vector<ZeroString> strings;
     std::string folder, path = filename;
     uint64_t named = 0;
-    ZERO_TRY(zero_gpt2_gather_states(&zero->z, zero_gpt2_own_state(zero, loader), &states));
+    states.push_back(zero_gpt2_own_state(zero, loader));
+    if (loader->num_processes > 1) {
+        const std::string own = states[0];
+        ZERO_TRY(zero_gpt2_gather_states(&zero->z, own, &states));
+    } else if (zero->z.ranks > 1) { /* the same on all ranks */
+        zero_gpt2_set_int(&states[0], ZERO_GPT2_RANKS_WORD, 1);
+        zero_gpt2_set_int(&states[0], ZERO_GPT2_RANK_WORD, 0);
+    }
     for (size_t r = 0; r < states.size(); r++) {
         texts.push_back("llmc.state." + std::to_string(r));
         texts.push_back(zero_gpt2_to_hex(states[r]));
@@ -319,11 +329,11 @@ static inline ZeroResult zero_gpt2_move(DataLoader* loader, const ZeroGpt2State&
 /* What load_state shall read on this rank, from the strings of a checkpoint. The model is not touched. */
 static inline ZeroResult zero_gpt2_state_for(const GPT2* model, const ZeroFileHeader& header,
                                              DataLoader* loader, std::string* state, std::string* said) {
-    const int rank = multi_gpu_config.process_rank, ranks = multi_gpu_config.num_processes;
+    const int rank = loader->process_rank, ranks = loader->num_processes; /* 0 and 1 with -R ordered */
     std::map<std::string, std::string> strings = header.strings;
     ZeroGpt2State there;
-    uint64_t ranks_there, batch = 0, length = 0;
-    ZERO_TRY(zero_load_number(header, "ranks", &ranks_there));
+    uint64_t ranks_there = 0, batch = 0, length = 0;
+    while (strings.count("llmc.state." + std::to_string(ranks_there))) ranks_there++;
     const char* at = strings["llmc.batch"].c_str();
     if (ranks_there < 1 || !zero_file_number(&at, ' ', 10, &batch) ||
         !zero_file_number(&at, '\0', 10, &length))
@@ -341,8 +351,8 @@ static inline ZeroResult zero_gpt2_state_for(const GPT2* model, const ZeroFileHe
     }
     for (int word = ZERO_GPT2_RNG_WORD; word <= ZERO_GPT2_LAST_RNG_WORD && turn > 0; word += 2)
         zero_gpt2_set_long(state, word, zero_gpt2_state_long(*state, word) ^ zero_mix(turn));
-    zero_gpt2_set_int(state, ZERO_GPT2_RANKS_WORD, ranks);
-    zero_gpt2_set_int(state, ZERO_GPT2_RANK_WORD, rank);
+    zero_gpt2_set_int(state, ZERO_GPT2_RANKS_WORD, multi_gpu_config.num_processes);
+    zero_gpt2_set_int(state, ZERO_GPT2_RANK_WORD, multi_gpu_config.process_rank);
     zero_gpt2_set_int(state, ZERO_GPT2_MASTERS_WORD, model->use_master_weights);
     return zero_ok();
 }
@@ -387,9 +397,10 @@ static inline ZeroResult zero_gpt2_load_file(GPT2* model, const std::string& pat
     zero->samples = what.samples;
     zero->resumed = load.t > 0 ? z->config : ZeroConfig();
     zero_gpt2_extra_step = load.header.strings.count("llmc.extra") ? what.step : 0;
-    const std::string ranks = load.header.strings["ranks"];
+    const std::string ranks = load.header.strings["ranks"]; /* later files do not say */
     printf0("resumed from step %llu in %s%s%s%s%s%s\n", (unsigned long long)what.step, path.c_str(),
-            ranks == std::to_string(z->ranks) ? "" : (", written by " + ranks + " ranks").c_str(),
+            ranks.empty() || ranks == std::to_string(z->ranks) ? ""
+                                                               : (", written by " + ranks + " ranks").c_str(),
             what.note[0] ? "; " : "", what.note, said.empty() ? "" : "; ", said.c_str());
     return zero_ok();
 }
@@ -400,6 +411,7 @@ static inline ZeroResult zero_gpt2_load_old(GPT2* model, NameOf name_of, DataLoa
                                             std::string* state) {
     ZeroOptimizer* z = &model->zero->z;
     ZeroGpt2OldState old;
+    std::string said;
     ZeroResult result = zero_gpt2_old_open(&old, z, name_of);
     if (result.code == ZERO_OK) {
         *state = old.state;
@@ -409,18 +421,24 @@ static inline ZeroResult zero_gpt2_load_old(GPT2* model, NameOf name_of, DataLoa
                                 if (there.shuffled != loader->should_shuffle)
                                     return zero_error(ZERO_ERROR_ARGUMENT,
                                                       "written with another -a: resume with the same");
-                                return zero_gpt2_find_shard(loader, there);
+                                if (loader->num_processes == z->ranks)
+                                    return zero_gpt2_find_shard(loader, there);
+                                const uint64_t round = (uint64_t)z->ranks * loader->B * loader->T;
+                                return zero_gpt2_move(loader, there, round, state, &said);
                             }));
     }
+    if (zero_gpt2_ordered(model)) /* what is saved next has to be the same on all ranks */
+        for (int word = ZERO_GPT2_RNG_WORD; word <= ZERO_GPT2_LAST_RNG_WORD && !state->empty(); word += 2)
+            zero_gpt2_set_long(state, word, model->rng_state);
     if (result.code == ZERO_OK) {
         zero_gpt2_set_int(state, ZERO_GPT2_MASTERS_WORD, model->use_master_weights);
         result = zero_gpt2_old_apply(&old);
     }
     zero_gpt2_old_close(&old);
     if (result.code == ZERO_OK)
-        printf0("resumed from step %llu in %s%s; the next checkpoint has the new format\n",
+        printf0("resumed from step %llu in %s%s%s%s; the next checkpoint has the new format\n",
                 (unsigned long long)old.step, name_of(0).c_str(),
-                z->ranks > 1 ? " and those of the other ranks" : "");
+                z->ranks > 1 ? " and those of the other ranks" : "", said.empty() ? "" : "; ", said.c_str());
     return result;
 }
 

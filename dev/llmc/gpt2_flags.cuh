@@ -15,11 +15,12 @@ typedef struct ZeroGpt2Settings {
     int overlap;
     int hash_every; /* -H: compare the ranks' parameters every so many steps; 0: at the end only */
     int save_every; /* -n, with -o; 0: no checkpoints */
+    int batches;    /* micro-batches of a step, of all ranks; 0: as many as micro-steps and ranks say */
     uint64_t flags; /* of all of main's flags: must be the same on all ranks */
 } ZeroGpt2Settings;
 
 static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_STEP, 1, 0, 0, 0};
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_DEFAULT, 1, 0, 0, 0, 0};
     return settings;
 }
 
@@ -44,13 +45,12 @@ static inline void zero_gpt2_usage(void) {
     fprintf(
         stderr,
         "  -K <string> bucket size in MB, or unit = a bucket a layer, or 0 = one bucket (default = unit)\n");
-    fprintf(
-        stderr,
-        "  -R <string> reduction of gradients: nccl, ordered (fp32, in rank order), or allreduce with -z 0\n"
-        "              (default = nccl)\n");
+    fprintf(stderr,
+            "  -R <string> reduction of gradients: nccl; ordered: one micro-batch after another, the\n"
+            "              same run on any number of ranks; allreduce with -z 0 (default = nccl)\n");
     fprintf(stderr, "  -A <string> step: reduce once a step; micro: each micro-step, into fp32 (-z 2 and 3 "
                     "do that always)\n"
-                    "              (default = step)\n");
+                    "              (default = step; with -R ordered micro)\n");
     fprintf(stderr, "  -O <int>    overlap communication with forward and backward? (default = 1)\n");
     fprintf(
         stderr,

@@ -6,9 +6,12 @@
    Data: see llmc/dataloader.h.
 
      ./train -e tiny:LxC -o FOLDER -b 2 -t 16 -d TOKENS -x STEPS -l RATE -c DECAY -w 1 -z 0 -n EVERY -nk KEEP
-             -y 0 -i 0 -sl Z -sg Z -v STEPS -a STEP:RANK:FACTOR -pi mpi|fs -pf PATH -pn RANKS -pr RANK
+             -y 0 -i 0 -sl Z -sg Z -v STEPS -a STEP:RANK:FACTOR -r 0 -m BATCHES -pi mpi|fs -pf PATH -pn RANKS
+             -pr RANK
    -i 1 shuffles the data, which -a 1 prevents in llm.c.
    -v prints every so many steps (1).
+   -m validates on so many batches a rank before every second step, and asks questions (0: neither).
+   -r 1 adds noise to the embeddings' gradients, from each rank's own random numbers.
    -a multiplies the loss of one rank in one step, and so its gradients: nan poisons them.
 */
 #include "llmc/utils.h"
@@ -24,6 +27,7 @@
 cudaStream_t main_stream;
 constexpr size_t IO_BUF_SIZE = 4096;
 static float loss_factor = 1.0f; // -a
+static int noisy = 0;            // -r
 
 // ------------------------------------------------------------------ kernels
 
@@ -40,12 +44,14 @@ __global__ void embed(floatX* out, const int* tokens, const floatX* wte, const f
     ELEMENT(N * C);
     out[i] = (floatX)((float)wte[tokens[i / C] * C + i % C] + (float)wpe[i / C % T * C + i % C]);
 }
+// seed: of noise in the gradients, 0: none
 __global__ void embed_back(floatX* dwte, floatX* dwpe, const floatX* dout, const int* tokens, int N, int T,
-                           int C, int V) {
+                           int C, int V, unsigned seed) {
     ELEMENT((V + T) * C);
     float sum = 0.0f; // of wte's element first, of wpe's behind them
     for (int n = 0; n < N; n++)
         if (i < V * C ? tokens[n] == i / C : n % T == i / C - V) sum += (float)dout[n * C + i % C];
+    if (seed) sum *= 1.0f + 0.001f * (mix_bits(seed + i) & 1);
     add_to(i < V * C ? dwte + i : dwpe + i - V * C, sum);
 }
 // out (N, O) = in (N, C) w (O, C)^T + b
@@ -128,8 +134,8 @@ void linear_backward(floatX* din, floatX* dw, floatX* db, const floatX* dout, co
     LAUNCH(linear_back_in, N * C, din, dout, w, N, C, O);
 }
 void encoder_backward(floatX* dwte, floatX* dwpe, const floatX* dout, const int* tokens, int N, int T, int C,
-                      int V) {
-    LAUNCH(embed_back, (V + T) * C, dwte, dwpe, dout, tokens, N, T, C, V);
+                      int V, unsigned seed) {
+    LAUNCH(embed_back, (V + T) * C, dwte, dwpe, dout, tokens, N, T, C, V, noisy ? seed | 1 : 0);
 }
 
 // ------------------------------------------------------------------ the model
@@ -314,6 +320,19 @@ void gpt2_forward(GPT2* gpt, const int* tokens, size_t B, size_t T) {
     CUDA(cudaDeviceSynchronize());
 }
 
+float gpt2_validate(GPT2* gpt, const int* tokens, const int* wanted, size_t B, size_t T, float* losses) {
+    const int N = B * T, V = gpt->config.vocab_size;
+    float mean = 0.0f;
+    gpt2_forward(gpt, tokens, B, T);
+    CUDA(cudaMemset(gpt->acts.losses, 0, N * sizeof(float)));
+    CUDA(cudaMemcpy(gpt->targets, wanted, N * sizeof(int), cudaMemcpyHostToDevice));
+    LAUNCH(classify, N, gpt->acts.logits, gpt->acts.losses, gpt->targets, 0.0f, 1.0f, N, V);
+    CUDA(cudaMemcpyAsync(losses, gpt->acts.losses, N * sizeof(float), cudaMemcpyDeviceToHost, main_stream));
+    CUDA(cudaStreamSynchronize(main_stream));
+    for (int n = 0; n < N; n++) mean += losses[n];
+    return mean / N;
+}
+
 void gpt2_backward_and_reduce(GPT2* gpt, int* tokens, const int* wanted, int accumulate, int part)
 {
     const size_t B = gpt->batch_size, T = gpt->seq_len, N = B * T, C = gpt->config.channels,
@@ -330,7 +349,8 @@ void gpt2_backward_and_reduce(GPT2* gpt, int* tokens, const int* wanted, int acc
     (void)tokens;
     CUDA(cudaMemcpy(gpt->targets, wanted, N * sizeof(int), cudaMemcpyHostToDevice));
     CUDA(cudaMemsetAsync(a.dx, 0, N * C * sizeof(floatX), main_stream));
-    LAUNCH(classify, N, a.logits, a.losses, gpt->targets, loss_factor / (N * accumulate), loss_factor, N, V);
+    const float dloss = loss_factor / (float)(N * accumulate);
+    LAUNCH(classify, N, a.logits, a.losses, gpt->targets, dloss, loss_factor, N, V);
     linear_backward(a.dh, d.wte, NULL, a.logits, a.h + L * N * C, w.wte, N, C, V);
     norm_backward(a.dx, d.lnfw, d.lnfb, a.dh, a.x + L * N * C, w.lnfw, a.stats + 2 * L * N, N, C,
                   main_stream);
@@ -362,7 +382,7 @@ void gpt2_backward_and_reduce(GPT2* gpt, int* tokens, const int* wanted, int acc
             multi_gpu_async_reduce_gradient( those, sizes, &multi_gpu_config, main_stream );
         }
     }
-    encoder_backward(d.wte, d.wpe, a.dx, gpt->inputs, N, T, C, V);
+    encoder_backward(d.wte, d.wpe, a.dx, gpt->inputs, N, T, C, V, noisy ? random_u32(&gpt->rng_state) : 0);
     if (last_step) {
         LAUNCH(sum_all, 1, gpt->accumulated_mean_loss, a.losses, N);
 #ifdef MULTI_GPU
@@ -555,7 +575,7 @@ int main(int count, char** words)
 {
     const char *model_name = "tiny:2x23", *folder = NULL, *method = "mpi", *path = ".";
     int B = 2, T = 16, tokens = -1, steps = 5, masters = 1, stage = 0, every = 0, keep = 0, resume = 0,
-        ranks = 1, rank = 0, shuffled = 0;
+        ranks = 1, rank = 0, shuffled = 0, val_max = 0;
     int odd_step = -1, odd_rank = -1, step = 0, resuming = 0;
     int val_loss_every = 1;
     float rate = 0.01f, decay = 0.1f, most_zloss = 0.0f, most_zgrad = 0.0f, odd_factor = 1.0f;
@@ -581,6 +601,8 @@ int main(int count, char** words)
         else if (!strcmp(flag, "sg")) most_zgrad = atof(value);
         else if (!strcmp(flag, "a")) sscanf(value, "%d:%d:%f", &odd_step, &odd_rank, &odd_factor);
         else if (!strcmp(flag, "v")) val_loss_every = atoi(value);
+        else if (!strcmp(flag, "r")) noisy = atoi(value);
+        else if (!strcmp(flag, "m")) val_max = atoi(value);
         else if (!strcmp(flag, "pi")) method = value;
         else if (!strcmp(flag, "pf")) path = value;
         else if (!strcmp(flag, "pn")) ranks = atoi(value);
@@ -612,10 +634,15 @@ int main(int count, char** words)
     set_zero_configs(&multi_gpu_config, stage, gpt.num_parameters);
 
     Logger log;
-    DataLoader data;
+    DataLoader data, val_data;
+    EvalLoader questions;
     OutlierDetector of_loss, of_norm;
     logger_init(&log, folder, rank, resuming);
     dataloader_init(&data, B, T, rank, multi_gpu_config.num_processes, shuffled);
+    dataloader_init(&val_data, B, T, rank, multi_gpu_config.num_processes, 0);
+    evalloader_init(&questions, B, T, rank, multi_gpu_config.num_processes);
+    float* losses = (float*)mallocCheck(B * T * sizeof(float));
+    const int val_batches = val_max >= 0 ? val_max : 9700 / tokens_at_once;
     init_detector(&of_loss);
     init_detector(&of_norm);
     gpt2_allocate_state(&gpt, B, T);
@@ -626,6 +653,26 @@ int main(int count, char** words)
 
     for (; step <= steps; step++) {
         const bool last_step = step == steps;
+        if (val_max && (step % 2 == 0 || last_step)) {
+            float val_loss = 0.0f, right = 0.0f;
+            dataloader_reset(&val_data);
+            for (int i = 0; i < val_batches; i++)
+            {
+                dataloader_next_batch(&val_data);
+                val_loss += gpt2_validate(&gpt, val_data.inputs, val_data.targets, B, T, losses);
+            }
+            val_loss /= val_batches;
+            val_loss = multi_gpu_cpu_float_sum(val_loss, &multi_gpu_config) / multi_gpu_config.num_processes;
+            logger_log_val(&log, step, val_loss);
+            evalloader_reset(&questions);
+            for (int i = 0; i < questions.num_batches; i++) {
+                evalloader_next_batch(&questions);
+                gpt2_validate(&gpt, questions.inputs, questions.targets, B, T, losses);
+                right += evalloader_stat_losses(&questions, losses);
+            }
+            right = multi_gpu_cpu_float_sum(right, &multi_gpu_config);
+            logger_log_eval(&log, step, right / questions.num_examples);
+        }
         if (folder && every && !resuming && ((step > 0 && step % every == 0) || last_step)) {
             write_checkpoint(folder, step, &gpt, &data, &multi_gpu_config);
             const int old = step - keep * every;
@@ -655,6 +702,9 @@ int main(int count, char** words)
         logger_log_train(&log, step, gpt.mean_loss, rate, norm);
     }
     dataloader_free(&data);
+    dataloader_free(&val_data);
+    evalloader_free(&questions);
+    free(losses);
     MultiGpuConfig* together = &multi_gpu_config;
     multi_gpu_config_free(together);
     gpt2_free(&gpt);

@@ -18,6 +18,12 @@ inline void logger_log_val(Logger* log, int s, float loss) {
     fprintf(f, "s:%d " "tel:%.4f\n", s, loss);
     fclose(f);
 }
+inline void logger_log_eval(Logger* log, int s, float right) {
+    if (!log->name[0]) return;
+    FILE* f = fopenCheck(log->name, "a");
+    fprintf(f, "s:%d eval:%.4f\n", s, right);
+    fclose(f);
+}
 inline void logger_log_train(Logger* log, int s, float loss, float rate, float norm) {
     if (!log->name[0]) return;
     FILE* f = fopenCheck(log->name, "a");

@@ -25,6 +25,10 @@ inline void* mallocCheck(size_t bytes) {
     must(got != NULL, "allocate", "host memory");
     return got;
 }
+inline unsigned random_u32(unsigned long long* state) {
+    *state = *state * 6364136223846793005ull + 1442695040888963407ull;
+    return (unsigned)(*state >> 32);
+}
 inline int find_max_step(const char* folder) {
     int most = -1;
     DIR* all = folder ? opendir(folder) : NULL;
