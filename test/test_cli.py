@@ -191,8 +191,8 @@ def test_nothing_is_written_without_o(tmp_path):
 def test_summary_and_log_have_the_fields_of_the_design(tmp_path):
     run(["./train_mlp"] + TINY + ["-x", "3", "-o", str(tmp_path / "a" / "b")], ranks=2)
     summary = json.loads((tmp_path / "a/b/summary.json").read_text())
-    assert set(summary) == set("ranks stage steps skipped loss norm params_sum params_hash run_hash peak_mb optimizer_state_mb "
-                               "step_ms exposed_ms".split())
+    assert set(summary) == set("ranks stage steps skipped loss norm params_sum params_hash run_hash peak_mb "
+                               "optimizer_state_mb step_ms exposed_ms".split())
     assert len(summary["peak_mb"]) == 4 and re.fullmatch(r"[0-9a-f]{16}", summary["params_hash"])
     lines = (tmp_path / "a/b/main.log").read_text().splitlines()
     assert [re.fullmatch(r"s:(\d) trl:\S+ lr:0\.01 norm:\S+", line).group(1) for line in lines] == ["1", "2", "3"]
