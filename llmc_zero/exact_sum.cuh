@@ -17,6 +17,8 @@
 
 #include <cuda_runtime.h>
 #include <math.h>
+#include <stdint.h>
+#include <string.h>
 
 #include "check.cuh"
 
