@@ -387,7 +387,6 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
 static inline void zero_gpt2_finish(GPT2* model) {
     uint64_t hash, run_hash;
     zero_gpt2_close_step(model->zero);
-    zeroCheck(zero_check_replicas(&model->zero->z, &hash));
     zeroCheck(zero_run_hash(&model->zero->z, &hash, &run_hash));
     printf0("llmc_zero: parameters have hash %016llx, on each of %d ranks\n", (unsigned long long)hash,
             multi_gpu_config.num_processes);

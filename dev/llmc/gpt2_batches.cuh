@@ -53,14 +53,18 @@ static inline int zero_gpt2_in_round(int round, int batches, int* place) {
     return count;
 }
 
-/* Passes over a batch without reading it, where llm.c has a function that goes on to the next file. */
+/* Passes over a batch: without reading it, where llm.c has a function that goes on to the next file. */
 template <typename Loader>
 static inline auto zero_gpt2_pass_over(Loader* loader, int) -> decltype((void)dataloader_advance_(loader)) {
     if (loader->current_sample_idx >= loader->shard_num_samples) dataloader_advance_(loader);
     loader->current_sample_idx++;
 }
 template <typename Loader> static inline void zero_gpt2_pass_over(Loader* loader, long) {
+    const std::vector<int> inputs(loader->inputs, loader->inputs + loader->B * loader->T);
+    const std::vector<int> targets(loader->targets, loader->targets + loader->B * loader->T);
     dataloader_next_batch(loader);
+    std::copy(inputs.begin(), inputs.end(), loader->inputs);
+    std::copy(targets.begin(), targets.end(), loader->targets);
 }
 
 /* This rank's batch of a round. All ranks' loaders stand behind the round's last one then. */
@@ -69,12 +73,7 @@ static inline void zero_gpt2_next_in_round(DataLoader* loader, int round, int ba
     const int count = zero_gpt2_in_round(round, batches, &place);
     for (int i = 0; i < place; i++) zero_gpt2_pass_over(loader, 0);
     dataloader_next_batch(loader);
-    /* a file's end may have to be read over */
-    const std::vector<int> inputs(loader->inputs, loader->inputs + loader->B * loader->T);
-    const std::vector<int> targets(loader->targets, loader->targets + loader->B * loader->T);
     for (int i = place + 1; i < count; i++) zero_gpt2_pass_over(loader, 0);
-    std::copy(inputs.begin(), inputs.end(), loader->inputs);
-    std::copy(targets.begin(), targets.end(), loader->targets);
 }
 
 /* In place of dataloader_next_batch in a step. */
@@ -89,8 +88,7 @@ static inline void zero_gpt2_next_batch(GPT2* model, DataLoader* loader, int mic
 
 /* Rounds of a loop over so many batches. */
 static inline int zero_gpt2_rounds(const GPT2* model, int batches) {
-    const int ranks = multi_gpu_config.num_processes;
-    return zero_gpt2_ordered(model) ? (batches + ranks - 1) / ranks : batches;
+    return zero_gpt2_ordered(model) ? zero_micros(&model->zero->z, batches) : batches;
 }
 
 static inline void zero_gpt2_val_batch(GPT2* model, DataLoader* loader, int round, int batches) {
@@ -153,23 +151,19 @@ static inline unsigned zero_gpt2_random(GPT2* model) {
 
 /* The mean of the losses of a micro-batch, in one order: one block. Losses is float; a template, so that it is made where it
    is used only. */
-#define ZERO_GPT2_LOSS_THREADS 512
 template <typename Loss>
-static __global__ void zero_gpt2_loss_kernel(const Loss* losses, int count, double* mean) {
-    __shared__ double parts[ZERO_GPT2_LOSS_THREADS];
+static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
+    zero_gpt2_loss_kernel(const Loss* losses, int count, double* mean) {
     double sum = 0.0;
-    for (int i = threadIdx.x; i < count; i += ZERO_GPT2_LOSS_THREADS) sum += (double)losses[i];
-    parts[threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int i = 1; i < ZERO_GPT2_LOSS_THREADS; i++) sum += parts[i];
-    *mean = sum / count;
+    for (int i = threadIdx.x; i < count; i += ZERO_BLOCK_THREADS) sum += (double)losses[i];
+    sum = zero_block_sum(sum);
+    if (threadIdx.x == 0) *mean = sum / count;
 }
 
 /* Backward has added this micro-batch's losses to losses that were cleared. */
 static inline void zero_gpt2_add_loss(GPT2* model) {
     ZeroGpt2* zero = model->zero;
-    cudaLaunchConfig_t config = zero_launch_config(1, ZERO_GPT2_LOSS_THREADS, main_stream);
+    cudaLaunchConfig_t config = zero_launch_config(1, ZERO_BLOCK_THREADS, main_stream);
     cudaCheck(cudaLaunchKernelEx(&config, zero_gpt2_loss_kernel<float>, (const float*)model->acts.losses,
                                  (int)(model->batch_size * model->seq_len), zero->loss));
     zeroCheck(zero_add_loss(&zero->z, zero->loss));
