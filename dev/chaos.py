@@ -11,6 +11,7 @@ Exit code 0: no difference; 1: one, or ranks that did not end; 2: the program co
 
 import argparse
 import atexit
+import contextlib
 import json
 import os
 import random
@@ -105,7 +106,8 @@ def disturb(attempt, folder, how, draw):
     if how["whom"] == "one" and targets:
         targets = [draw.choice(targets)]
     for pid in targets:
-        subprocess.run(["kill", f"-{how['signal']}", str(pid)], stderr=subprocess.DEVNULL, check=False)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how["signal"])
     return bool(targets)
 
 
