@@ -396,6 +396,7 @@ static ZeroCheckpoint mlp_checkpoint(const Mlp* mlp, ZeroString* data) {
     what.strings_count = 1;
     what.step = (uint64_t)mlp->steps_done;
     what.samples = (uint64_t)mlp->samples_done;
+    what.read_back = (int)mlp->options->read_back;
     return what;
 }
 
@@ -403,6 +404,17 @@ static ZeroCheckpoint mlp_checkpoint(const Mlp* mlp, ZeroString* data) {
 static ZeroResult agreed(ZeroResult result) {
     if (result.code == ZERO_ERROR_SYSTEM || result.code == ZERO_ERROR_MEMORY) result.code = ZERO_ERROR_FILE;
     return result;
+}
+
+// Who wrote a file and when stands here: the file itself has the same bytes whoever wrote it.
+static void print_saved(const Mlp* mlp, const char* path, double seconds) {
+    const time_t now = time(NULL);
+    struct tm utc;
+    char date[32] = "";
+    if (gmtime_r(&now, &utc)) strftime(date, sizeof(date), "%Y-%m-%d %H:%M:%S UTC", &utc);
+    printf("saved %s in %.2f s (%d ranks, stage %lld, llmc_zero %d.%d.%d, %s)\n", path, seconds,
+           mlp->world->ranks, mlp->options->stage, LLMC_ZERO_VERSION / 10000, LLMC_ZERO_VERSION / 100 % 100,
+           LLMC_ZERO_VERSION % 100, date);
 }
 
 static ZeroResult save_checkpoint(Mlp* mlp, Report* report) {
@@ -415,7 +427,7 @@ static ZeroResult save_checkpoint(Mlp* mlp, Report* report) {
     ZERO_TRY(zero_checkpoint_path(path, sizeof(path), o->directory, what.step));
     ZERO_TRY(agreed(zero_checkpoint_save(&mlp->zero, path, &what)));
     if (mlp->world->rank != 0) return zero_ok();
-    printf("saved %s in %.2f s\n", path, 1e-3 * (now_ms() - start_ms));
+    print_saved(mlp, path, 1e-3 * (now_ms() - start_ms));
     ZeroResult deleted = zero_checkpoint_rotate(o->directory, (uint64_t)o->checkpoint_keep, what.step);
     if (deleted.code != ZERO_OK) printf("warning: -nk %lld: %s\n", o->checkpoint_keep, deleted.text);
     fflush(stdout);
@@ -444,6 +456,23 @@ static ZeroResult resume(Mlp* mlp) {
         printf("no checkpoint in %s: starting anew\n", o->directory);
     if (mlp->steps_done >= o->steps) printf("nothing is left to do: -x %lld\n", o->steps);
     return result;
+}
+
+// Before the first step: could the first checkpoint be saved?
+static ZeroResult check_saves(Mlp* mlp) {
+    const Options* o = mlp->options;
+    const long long every = o->checkpoint_every;
+    long long first = every ? (mlp->steps_done / every + 1) * every : 0;
+    char path[4096];
+    ZeroString data;
+    ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
+    if (!every || mlp->steps_done >= o->steps) return zero_ok();
+    if (first > o->steps) first = o->steps;
+    what.step = (uint64_t)first;
+    ZeroResult result = zero_checkpoint_path(path, sizeof(path), o->directory, what.step);
+    if (result.code == ZERO_OK) result = zero_checkpoint_check(&mlp->zero, path, &what);
+    if (result.code == ZERO_OK) return result;
+    return agreed(zero_error(result.code, "-o %.60s -n %lld: %s", o->directory, every, result.text));
 }
 
 static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroReport* last) {
@@ -568,6 +597,7 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     if (result.code == ZERO_OK) {
         if (world->rank == 0) print_header(&mlp);
         result = resume(&mlp);
+        if (result.code == ZERO_OK) result = check_saves(&mlp);
         if (result.code != ZERO_ERROR_NCCL && result.code != ZERO_ERROR_CUDA)
             result = zero_world_agree(world, result.code ? result : report_begin(&report, mlp.steps_done));
         else

@@ -84,7 +84,7 @@ done
 for header in llmc_zero/*.cuh; do
     name=$(basename "$header" .cuh)
     case $name in
-    checkpoint | checkpoint_parts | checkpoint_save | checkpoint_load) continue ;;   # checkpoint_folder.cuh includes these
+    checkpoint | checkpoint_parts | checkpoint_grid | checkpoint_temporary | checkpoint_save | checkpoint_check | checkpoint_load) continue ;;   # checkpoint_folder.cuh includes these
     optimizer_setup | optimizer_params | optimizer_grads | slots) continue ;;   # optimizer.cuh includes these
     timeline | collectives | grad_norm | reduce | adamw | optimizer | replicas)
         [[ ${RUN_ALL:-} == 1 ]] || continue ;;   # llmc_zero.cuh includes these; alone with make test-all, on the CPU

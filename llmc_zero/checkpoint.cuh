@@ -38,7 +38,7 @@
 #ifndef LLMC_ZERO_CHECKPOINT_CUH_INCLUDED
 #define LLMC_ZERO_CHECKPOINT_CUH_INCLUDED
 
+#include "checkpoint_check.cuh"
 #include "checkpoint_load.cuh"
-#include "checkpoint_save.cuh"
 
 #endif /* LLMC_ZERO_CHECKPOINT_CUH_INCLUDED */

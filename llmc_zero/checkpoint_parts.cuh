@@ -36,12 +36,14 @@ typedef struct ZeroCheckpoint {
                                   written. Loading: the file must have the same values */
     int strings_count;
     uint64_t step, samples; /* saving: written; loading: read */
-    char note[128];         /* loading: "", or what was converted */
+    int read_back; /* saving: 1, and the ranks read what the others have written before the file gets its name */
+    char note[128]; /* loading: "", or what was converted */
 } ZeroCheckpoint;
 
 static inline ZeroCheckpoint zero_checkpoint(void) {
     ZeroCheckpoint what;
     memset(&what, 0, sizeof(what));
+    what.read_back = 1;
     return what;
 }
 
@@ -223,8 +225,6 @@ static inline ZeroResult zero_checkpoint_header(const ZeroOptimizer* z, const Ze
     header->data_bytes = header->tensors.empty() ? 0 : header->tensors.back().end;
     header->strings = zero_checkpoint_settings(z, what);
     header->strings["type"] = zero_checkpoint_type(z);
-    header->strings["ranks"] = std::to_string(z->ranks);
-    header->strings["stage"] = std::to_string(z->config.stage);
     header->strings["max_norm"] = zero_text_of(z->config.max_norm);
     return zero_ok();
 }

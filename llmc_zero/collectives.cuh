@@ -30,7 +30,8 @@
    defines: ZeroNcclComm, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_begin_reduce, zero_comm_reduce_scatter,
             zero_comm_exchange, zero_comm_end_reduce, zero_comm_wait_overwrite, zero_comm_wait_reduced,
             zero_comm_share_words, zero_comm_gather, zero_comm_wait_gathered, zero_comm_gather_slot, zero_comm_wait_slot,
-            zero_comm_broadcast, zero_comm_wait_window, zero_comm_drain, zero_wait_event
+            zero_comm_broadcast, zero_comm_wait_window, zero_comm_begin_messages, zero_comm_send, zero_comm_receive,
+            zero_comm_end_messages, zero_comm_drain, zero_wait_event
 */
 #ifndef LLMC_ZERO_COLLECTIVES_CUH_INCLUDED
 #define LLMC_ZERO_COLLECTIVES_CUH_INCLUDED
@@ -188,6 +189,10 @@ static inline ZeroResult zero_comm_broadcast(ZeroComm*, const void*, void*, size
     return zero_ok();
 }
 static inline ZeroResult zero_comm_wait_window(ZeroComm*, int) { return zero_ok(); }
+static inline ZeroResult zero_comm_begin_messages(ZeroComm*) { return zero_ok(); }
+static inline ZeroResult zero_comm_send(ZeroComm*, const void*, size_t, ZeroDtype, int) { return zero_ok(); }
+static inline ZeroResult zero_comm_receive(ZeroComm*, void*, size_t, ZeroDtype, int) { return zero_ok(); }
+static inline ZeroResult zero_comm_end_messages(ZeroComm*) { return zero_ok(); }
 
 #else
 
@@ -399,6 +404,26 @@ static inline ZeroResult zero_comm_wait_window(ZeroComm* c, int half) {
     ZERO_TRY(zero_span_begin(&c->timeline, ZERO_ROW_COMPUTE, ZERO_SPAN_WAIT, ZERO_NO_INDEX, &span));
     ZERO_TRY_CUDA(cudaStreamWaitEvent(c->compute, c->window[half], 0)); /* E11 */
     return zero_span_end(&c->timeline, span);
+}
+
+/* Messages from rank to rank, of checkpoints: between begin and end any number, on the comm stream. What one rank sends
+   another arrives there in that order. After an error in between, call zero_comm_end_messages, too. */
+static inline ZeroResult zero_comm_begin_messages(ZeroComm* c) {
+    if (c->ranks > 1) ZERO_TRY_NCCL(ncclGroupStart());
+    return zero_ok();
+}
+static inline ZeroResult zero_comm_send(ZeroComm* c, const void* from, size_t count, ZeroDtype dtype,
+                                        int rank) {
+    ZERO_TRY_NCCL(ncclSend(from, count, zero_nccl_type(dtype), rank, c->comm, c->stream));
+    return zero_ok();
+}
+static inline ZeroResult zero_comm_receive(ZeroComm* c, void* to, size_t count, ZeroDtype dtype, int rank) {
+    ZERO_TRY_NCCL(ncclRecv(to, count, zero_nccl_type(dtype), rank, c->comm, c->stream));
+    return zero_ok();
+}
+static inline ZeroResult zero_comm_end_messages(ZeroComm* c) {
+    if (c->ranks > 1) ZERO_TRY_NCCL(ncclGroupEnd());
+    return zero_ok();
 }
 
 #endif /* ZERO_NO_NCCL */

@@ -57,7 +57,8 @@
 #define ZERO_FILE_FORMAT "llmc_zero.checkpoint 1"
 #define ZERO_FILE_HEADER_MAX 100000000 /* bytes: what the safetensors package reads */
 #define ZERO_FILE_PIECE_BYTES ((size_t)4 << 20)
-#define ZERO_FILE_ALIGN 4096 /* the data begins at a multiple of this */
+#define ZERO_FILE_ALIGN \
+    65536 /* the data begins at a multiple of this: a file system's page, or some of them */
 #define ZERO_FILE_DIMS_MAX 8
 
 typedef struct ZeroFileTensor {

@@ -77,6 +77,7 @@ static inline void zero_gpt2_check(ZeroResult result, const char* file, int line
 }
 #define zeroCheck(result) (zero_gpt2_check((result), __FILE__, __LINE__))
 
+static inline void zero_gpt2_check_saves(GPT2* model); /* gpt2_checkpoint.cuh */
 #include "gpt2_batches.cuh"
 #include "gpt2_layout.cuh"
 
@@ -278,7 +279,7 @@ static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps)
             zero_gpt2_close(zero, ZERO_NO_UNIT);
             zeroCheck(zero_check_replicas(z, NULL));
         }
-        zero->steps++;
+        if (zero->steps++ == 0) zero_gpt2_check_saves(model);
     }
     if (!zero_gpt2_ordered(model)) {
         zeroCheck(

@@ -214,7 +214,20 @@ static inline ZeroCheckpoint zero_gpt2_describe_checkpoint(const GPT2* model) {
     what.tensors = zero->tensors;
     what.tensors_count = NUM_PARAMETER_TENSORS;
     what.samples = zero->samples;
+    what.read_back = zero->settings.read_back;
     return what;
+}
+
+/* Before the first update: could a checkpoint be saved? */
+static inline void zero_gpt2_check_saves(GPT2* model) {
+    ZeroGpt2* zero = model->zero;
+    const ZeroCheckpoint what = zero_gpt2_describe_checkpoint(model);
+    if (zero->settings.save_every == 0) return;
+    zero_gpt2_close(zero, ZERO_NO_UNIT);
+    zeroCheck(zero_guard([&]() {
+        const std::string path = zero_gpt2_file(zero->settings.folder, (uint64_t)zero->settings.save_every);
+        return zero_checkpoint_check(&zero->z, path.c_str(), &what);
+    }));
 }
 
 /* Writes the checkpoint, with what save_state has written into `file`. */

@@ -29,7 +29,7 @@ typedef struct Options {
     long long layers, width, dtype, algorithm, seed, reduction, accumulation, overlap, data;
     double beta1, beta2, eps, momentum, max_norm, bucket_mb;
     long long bucket_unit; /* -K unit */
-    long long plan, help, hash_every;
+    long long plan, help, hash_every, read_back;
     const char* trace;
     double device_mb;
 } Options;
@@ -109,6 +109,8 @@ static const Option OPTIONS[] = {
      "write a timeline of all ranks there (JSON for chrome://tracing or Perfetto)"},
     {"-H", OPTION_INT, OPTION_AT(hash_every), 0, 1e12, NULL, NULL,
      "compare the ranks' hashes of the params every k steps, 0 = at the end only (0)"},
+    {"-V", OPTION_INT, OPTION_AT(read_back), 0, 1, NULL, NULL,
+     "verify: other ranks read back what a checkpoint's writers wrote, before it gets its name (1)"},
     {"--memory", OPTION_REAL, OPTION_AT(device_mb), 1, 1e12, NULL, NULL,
      "with --plan: device memory in MB, for the largest -L that fits (80000)"},
     {"--plan", OPTION_SWITCH, OPTION_AT(plan), 0, 0, NULL, NULL, "print the memory plan and stop"},
@@ -120,7 +122,7 @@ static inline Options options_default(void) {
     Options o;
     memset(&o, 0, sizeof(o));
     o.batch = 20, o.steps = 1, o.stage = 1, o.masters = 1, o.lr = 0.01;
-    o.start_ranks = 1;
+    o.start_ranks = 1, o.read_back = 1;
     o.device_mb = 80000;
     o.layers = 20, o.width = 2000, o.algorithm = ZERO_ADAM, o.overlap = 1;
     o.beta1 = 0.9, o.beta2 = 0.999, o.eps = 1e-8, o.momentum = 0.9;

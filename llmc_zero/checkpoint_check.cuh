@@ -1,0 +1,50 @@
+/* llmc_zero/checkpoint_check.cuh - can this run be saved? Asked before the first step, not hours later.
+
+       zero_checkpoint_path(path, sizeof(path), "run", first_step_that_is_saved);
+       ZeroResult r = zero_checkpoint_check(&z, path, &what);     // what: as for saving; all ranks
+
+   It does what a save does but for the data: plans the header (names, sizes, strings; the same on all ranks), makes the
+   temporary file with room for everything, and on every rank finds it, opens, writes and syncs it; then deletes it. A
+   process that dies meanwhile leaves FILE.tmp, which the next save or zero_checkpoint_rotate deletes.
+
+   defines: zero_checkpoint_check
+*/
+#ifndef LLMC_ZERO_CHECKPOINT_CHECK_CUH_INCLUDED
+#define LLMC_ZERO_CHECKPOINT_CHECK_CUH_INCLUDED
+
+#include "checkpoint_save.cuh"
+
+/* A few bytes in a page of its own, synced. */
+static inline ZeroResult zero_check_write(ZeroSave* save) {
+    const uint64_t page = 1 + (uint64_t)save->z->rank;
+    ZERO_TRY(zero_file_write(save->fd, &save->mark, sizeof(save->mark), page * ZERO_FILE_ALIGN));
+    return zero_save_close(save);
+}
+
+static inline ZeroResult zero_check_run(ZeroSave* save, const char* path) {
+    ZeroOptimizer* z = save->z;
+    ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_check"));
+    ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
+    ZERO_TRY(zero_save_compare(save));
+    ZERO_TRY(zero_agree(z, zero_save_create(save)));
+    const uint64_t own[2] = {save->mark, 0};
+    ZERO_TRY(zero_exchange_words(z, own, save->words.data()));
+    save->mark = save->words[0];
+    ZERO_TRY(zero_agree(z, zero_save_open(save)));
+    return zero_agree(z, zero_check_write(save));
+}
+
+/* ok: a save to `path` would have worked now. Nothing of z changes, and no file is left. All ranks call it, between two
+   steps, and get the same result; the text says what a save would lack. */
+static inline ZeroResult zero_checkpoint_check(ZeroOptimizer* z, const char* path,
+                                               const ZeroCheckpoint* what) {
+    ZeroSave save;
+    zero_save_init(&save, z, what);
+    ZeroResult result = zero_guard([&]() { return zero_check_run(&save, path); });
+    zero_save_free(&save);
+    if (result.code == ZERO_OK) return result;
+    return zero_error(result.code, "this run could not be saved as %.60s: %s", zero_base_name(path),
+                      result.text);
+}
+
+#endif /* LLMC_ZERO_CHECKPOINT_CHECK_CUH_INCLUDED */
