@@ -203,32 +203,37 @@ static inline ZeroResult zero_save_close(ZeroSave* save) {
     return result;
 }
 
+/* The messages of the round that begins at rounds[*i]; *own: this rank's piece of it, or `none`. */
+static inline ZeroResult zero_save_round(ZeroSave* save, size_t* i, size_t none, size_t* own) {
+    const std::vector<std::pair<size_t, size_t>>& rounds = save->grid.rounds;
+    const size_t round = rounds[*i].first;
+    ZeroResult sent = zero_ok();
+    *own = none;
+    ZERO_TRY(zero_comm_begin_messages(&save->z->comm));
+    for (; *i < rounds.size() && rounds[*i].first == round; ++*i) {
+        if (sent.code == ZERO_OK) sent = zero_save_messages(save, rounds[*i].second);
+        if (save->grid.writer[rounds[*i].second] == save->z->rank) *own = rounds[*i].second;
+    }
+    const ZeroResult ended = zero_comm_end_messages(&save->z->comm);
+    return sent.code != ZERO_OK ? sent : ended;
+}
+
 /* Round after round: the ranks send one another parts, and while the host writes one piece, the device copies the next.
    All of it goes through the communication stream; the compute stream has nothing to do meanwhile (zero_save_plan has
-   waited for it). */
+   waited for it). A rank that cannot write or copy goes on sending what the others wait for. */
 static inline ZeroResult zero_save_pieces(ZeroSave* save) {
-    const std::vector<std::pair<size_t, size_t>>& rounds = save->grid.rounds;
-    const size_t none = rounds.size();
+    const size_t none = save->grid.rounds.size();
     size_t waiting = none; /* the piece in the other buffer, copied or being copied, not written yet */
+    ZeroResult result = zero_ok();
     int turn = 0;
-    for (size_t i = 0; i < rounds.size();) {
-        const size_t round = rounds[i].first;
+    for (size_t i = 0; i < save->grid.rounds.size() || waiting != none; turn = !turn) {
         size_t own = none;
-        ZERO_TRY(zero_comm_begin_messages(&save->z->comm));
-        ZeroResult sent = zero_ok();
-        for (; i < rounds.size() && rounds[i].first == round; i++) {
-            if (sent.code == ZERO_OK) sent = zero_save_messages(save, rounds[i].second);
-            if (save->grid.writer[rounds[i].second] == save->z->rank) own = rounds[i].second;
-        }
-        const ZeroResult ended = zero_comm_end_messages(&save->z->comm);
-        ZERO_TRY(sent);
-        ZERO_TRY(ended);
-        if (own != none) ZERO_TRY(zero_save_collect(save, own, turn));
-        if (waiting != none) ZERO_TRY(zero_save_piece(save, waiting, !turn));
+        if (i < save->grid.rounds.size()) ZERO_TRY(zero_save_round(save, &i, none, &own));
+        if (result.code == ZERO_OK && own != none) result = zero_save_collect(save, own, turn);
+        if (result.code == ZERO_OK && waiting != none) result = zero_save_piece(save, waiting, !turn);
         waiting = own;
-        turn = !turn;
     }
-    if (waiting != none) ZERO_TRY(zero_save_piece(save, waiting, !turn));
+    ZERO_TRY(result);
     return zero_save_close(save);
 }
 
