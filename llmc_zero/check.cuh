@@ -17,7 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#define LLMC_ZERO_VERSION 200 /* major * 10000 + minor * 100 + patch */
+#define LLMC_ZERO_VERSION 300 /* major * 10000 + minor * 100 + patch */
 
 /* Stands behind the name of an enum that callers set. In C++ every int is then one of its values, as in C, so that a wrong
    one can be read, and refused in words. */
