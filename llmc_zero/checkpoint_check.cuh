@@ -14,10 +14,17 @@
 
 #include "checkpoint_save.cuh"
 
-/* A few bytes in a page of its own, synced. */
+/* The last bytes of the last piece that this rank would write (a limit on file sizes would be met there), synced. A rank
+   without pieces only syncs. */
 static inline ZeroResult zero_check_write(ZeroSave* save) {
-    const uint64_t page = 1 + (uint64_t)save->z->rank;
-    ZERO_TRY(zero_file_write(save->fd, &save->mark, sizeof(save->mark), page * ZERO_FILE_ALIGN));
+    const std::vector<ZeroFilePiece>& pieces = save->header.pieces;
+    size_t k = pieces.size();
+    while (k > 0 && save->grid.writer[k - 1] != save->z->rank) k--;
+    if (k > 0) {
+        const uint64_t bytes = std::min((uint64_t)sizeof(save->mark), pieces[k - 1].bytes);
+        const uint64_t end = save->text.size() + pieces[k - 1].offset + pieces[k - 1].bytes;
+        ZERO_TRY(zero_file_write(save->fd, &save->mark, bytes, end - bytes));
+    }
     return zero_save_close(save);
 }
 
