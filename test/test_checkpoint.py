@@ -526,3 +526,23 @@ def test_bytes_moved_by_saving_and_loading(tmp_path):
         written, read, memory = map(float, numbers)
         expected = (megabytes, 0.0) if what == "save" else (0.0, 2 * megabytes)
         assert abs(written - expected[0]) < 1 and abs(read - expected[1]) < 1 and memory < 64, out
+
+
+def test_ranks_with_other_working_directories(tmp_path):
+    """Case N14: a relative -o that is another folder on rank 1: one line before the first step, and no file."""
+    meet, homes = tmp_path / "meet", [tmp_path / "a", tmp_path / "b"]
+    meet.mkdir()
+    words = [TOP / "train_mlp", "-pi", "fs", "-pf", meet, "-pn", "2", *f"{SMALL} -x 9 -n 9 -o run".split()]
+    for present in (False, True):    # there is no such folder on rank 1, or one without the file
+        processes = []
+        for rank, home in enumerate(homes):
+            (home / "run").mkdir(parents=True) if present and rank else home.mkdir()
+            processes.append(start([*words, "-pr", rank], cwd=home))
+        outputs = [end(process) for process in processes]
+        assert [process.returncode for process in processes] == [1, 1]
+        error = [line for _, err in outputs for line in own_lines(err, "train_mlp")]
+        assert len(error) == 1 and "-o run -n 9: this run could not be saved as step_00000009" in error[0]
+        assert "all ranks must see one folder" in error[0] and "step 1/" not in outputs[0][0]
+        assert not list(tmp_path.rglob("step_*"))
+        for home in homes:
+            shutil.rmtree(home)
