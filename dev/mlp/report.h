@@ -1,10 +1,11 @@
 /* dev/mlp/report.h - what train_mlp says: step lines, main.log, the parameters' sum and hash, summary.json.
 
    main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged. Everything of a run goes
-   to the directory that it found under its name at the start: when another one stands there, or none, the run ends.
+   to the directory that it found under its name at the start (report_place): when another one stands there, or none, the run
+   ends, at the next save at the latest.
 
-   defines: Report, report_open, report_in_place, report_begin, report_step, report_sync, report_close, report_free,
-            ParamsDigest, params_sums
+   defines: Report, report_open, report_place, report_in_place, report_begin, report_step, report_sync, report_close,
+            report_free, ParamsDigest, params_sums
 */
 #pragma once
 #include <sys/file.h>
@@ -13,11 +14,12 @@
 #include "log.h"
 #include "options.h"
 
-typedef struct Report { /* rank 0 writes, the others keep quiet */
+typedef struct Report { /* rank 0 writes, the others keep quiet, but for checkpoints */
     int writes;
-    int lock;     /* on the directory: no other run writes there */
-    dev_t device; /* of the directory, */
-    ino_t inode;  /* whatever its name is now */
+    int lock;        /* the directory, opened; rank 0 holds a lock on it: no other run writes there */
+    dev_t device;    /* of the directory, */
+    ino_t inode;     /* whatever its name is now */
+    char opened[32]; /* its path as long as it is open, or "" */
     FILE* log;
     const Options* options;
     double *step_ms, *exposed_ms; /* of the steps so far */
@@ -38,10 +40,22 @@ static inline ZeroResult report_check_unused(const Options* o) {
                       o->directory, (unsigned long long)steps.back());
 }
 
+/* A directory that cannot be opened, or a machine without /proc: its name has to do. */
+static inline void report_hold(Report* report, const Options* o) {
+    report->lock = open(o->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    snprintf(report->opened, sizeof(report->opened), "/proc/self/fd/%d", report->lock);
+    if (report->lock < 0 || access(report->opened, F_OK) != 0) report->opened[0] = '\0';
+}
+
+/* Where a running run writes to. A directory's name may come to mean another one between a look and a save; this does not. */
+static inline const char* report_place(const Report* report) {
+    return report->opened[0] ? report->opened : report->options->directory;
+}
+
 /* Two runs in one directory would cut each other's log and delete each other's checkpoints. The lock ends with the process;
    a file system that has none is no error. */
 static inline ZeroResult report_lock(Report* report, const Options* o) {
-    report->lock = open(o->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    report_hold(report, o);
     if (report->lock < 0 || flock(report->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
         return zero_ok();
     return zero_error(ZERO_ERROR_ARGUMENT,
@@ -91,17 +105,19 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
     return report_check_unused(o);
 }
 
-/* Opens DIR/main.log: anew, or behind the line of the step after which the run goes on. */
+/* Opens DIR/main.log: anew, or after the line of the step after which the run goes on. All ranks call it. */
 static inline ZeroResult report_begin(Report* report, long long step) {
     const Options* o = report->options;
     char path[4096];
     int failed;
+    if (!report->writes && o->directory) report_hold(report, o);
     if (!report->writes || !o->directory) return zero_ok();
     ZERO_TRY(report_in_place(report));
     snprintf(path, sizeof(path), "%s/summary.json", o->directory);
     unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
     failed = step > 0 && log_cut(path, step, &report->loss, &report->norm) != 0;
+    snprintf(path, sizeof(path), "%s/main.log", report_place(report));
     report->log = failed ? NULL : fopen(path, step > 0 ? "a" : "w");
     if (!report->log)
         return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory,
@@ -271,24 +287,24 @@ static inline void report_write_summary(const Report* report, FILE* file, const 
 
 /* Writes DIR/summary.json (whole or not at all, and still there after a crash) and closes main.log. */
 static inline ZeroResult report_close(Report* report, const Summary* summary) {
-    const char* directory = report->options->directory;
+    const char* place = report_place(report);
     char path[4096], temporary[4096];
     if (!report->log) return zero_ok();
     ZeroResult result = report_sync(report);
     int failed = ferror(report->log) | fclose(report->log);
     report->log = NULL;
     ZERO_TRY(result);
-    snprintf(path, sizeof(path), "%s/summary.json", directory);
-    snprintf(temporary, sizeof(temporary), "%s/summary.json.tmp", directory);
+    snprintf(path, sizeof(path), "%s/summary.json", place);
+    snprintf(temporary, sizeof(temporary), "%s/summary.json.tmp", place);
     FILE* file = failed ? NULL : fopen(temporary, "w");
     failed = !file;
     if (file) {
         report_write_summary(report, file, summary);
         failed = fflush(file) != 0 || (fsync(fileno(file)) != 0 && errno != EINVAL);
         failed |= ferror(file) | fclose(file);
-        failed = failed || rename(temporary, path) != 0 || folder_sync(directory) != 0;
+        failed = failed || rename(temporary, path) != 0 || folder_sync(place) != 0;
     }
     if (!failed) return zero_ok();
-    return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", directory,
-                      strerror(errno));
+    return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s",
+                      report->options->directory, strerror(errno));
 }
