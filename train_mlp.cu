@@ -415,10 +415,10 @@ static ZeroResult save_checkpoint(Mlp* mlp, Report* report) {
     ZERO_TRY(zero_checkpoint_path(path, sizeof(path), report_place(report), what.step));
     ZERO_TRY(agreed(zero_checkpoint_save(&mlp->zero, path, &what)));
     if (mlp->world->rank != 0) return zero_ok();
-    ZeroResult deleted =
-        zero_checkpoint_rotate(report_place(report), (uint64_t)o->checkpoint_keep, what.step);
     ZERO_TRY(zero_checkpoint_path(path, sizeof(path), o->directory, what.step));
     printf("saved %s in %.2f s\n", path, 1e-3 * (now_ms() - start_ms));
+    ZeroResult deleted =
+        zero_checkpoint_rotate(report_place(report), (uint64_t)o->checkpoint_keep, what.step);
     if (deleted.code != ZERO_OK) printf("warning: -nk %lld: %s\n", o->checkpoint_keep, deleted.text);
     fflush(stdout);
     return zero_ok();
