@@ -423,12 +423,14 @@ static ZeroResult save_checkpoint(Mlp* mlp, Report* report) {
     char path[4096];
     ZeroString data;
     const ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
-    ZERO_TRY(report_sync(report));
-    ZERO_TRY(zero_checkpoint_path(path, sizeof(path), o->directory, what.step));
+    ZERO_TRY(agreed(zero_agree(&mlp->zero, report_sync(report))));
+    ZERO_TRY(zero_checkpoint_path(path, sizeof(path), report_place(report), what.step));
     ZERO_TRY(agreed(zero_checkpoint_save(&mlp->zero, path, &what)));
     if (mlp->world->rank != 0) return zero_ok();
+    ZERO_TRY(zero_checkpoint_path(path, sizeof(path), o->directory, what.step));
     print_saved(mlp, path, 1e-3 * (now_ms() - start_ms));
-    ZeroResult deleted = zero_checkpoint_rotate(o->directory, (uint64_t)o->checkpoint_keep, what.step);
+    ZeroResult deleted =
+        zero_checkpoint_rotate(report_place(report), (uint64_t)o->checkpoint_keep, what.step);
     if (deleted.code != ZERO_OK) printf("warning: -nk %lld: %s\n", o->checkpoint_keep, deleted.text);
     fflush(stdout);
     return zero_ok();
@@ -613,8 +615,9 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
         if (*fatal) return result; // a stream may wait for a peer for ever: nothing is freed
         if (result.code == ZERO_OK && world->rank == 0) {
             print_result(&mlp, &peaks, &digest, &last);
-            result = report_close(&report, world->ranks, mlp.steps_done, last.skipped, &digest, &peaks.params,
-                                  mlp.memory.held_bytes[ZERO_MEMORY_STATE]);
+            const Summary summary = {world->ranks, mlp.steps_done, last.skipped,
+                                     &digest,      &peaks.params,  mlp.memory.held_bytes[ZERO_MEMORY_STATE]};
+            result = report_close(&report, &summary);
         }
         if (result.code == ZERO_OK && !(digest.sum - digest.sum == 0.0))
             result = zero_error(ZERO_ERROR_ARGUMENT,

@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -21,6 +22,8 @@ import sys
 VENV = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.venv/bin/python"))
 FORMAT = "llmc_zero.checkpoint 1"
 HEADER_MAX = 100_000_000         # bytes, as in llmc_zero/safetensors.cuh
+NUMBER_MAX = 2 ** 63 - 1         # of any number, as there
+COUNTS = ("step", "samples", "t", "skipped", "skipped_in_row", "dropped")   # the last three: not in every file
 OWN = ("pieces", "header_xxh3")  # about the file, not about the run
 SIZES = {"F32": 4, "BF16": 2}
 
@@ -60,7 +63,7 @@ class Checkpoint:
                 self.tensors = dict(sorted(self.tensors.items(), key=lambda item: item[1][2:]))
                 self.end = 0
                 for type_, shape, begin, end in self.tensors.values():
-                    whole = all(isinstance(n, int) and n >= 0 for n in shape)
+                    whole = all(isinstance(n, int) and 0 <= n <= NUMBER_MAX for n in shape)
                     if not whole or begin != self.end or end - begin != math.prod(shape) * SIZES[type_]:
                         raise ValueError
                     self.end = end
@@ -132,6 +135,10 @@ def damage(checkpoint, xxhash):
         zeroed = header[:at] + b"0" * 16 + header[at + 16:]
         if xxhash.xxh3_64_hexdigest(zeroed) != checkpoint.metadata.get("header_xxh3"):
             return "its header has another checksum"
+        for key in COUNTS:
+            value = str(checkpoint.metadata.get(key, 0))
+            if not re.fullmatch(r"[0-9]+", value) or int(value) > NUMBER_MAX:
+                return f"{key} is {value!r}; a whole number up to 2^63 - 1 is needed"
         end = 0
         for offset, size, checksum in checkpoint.pieces:
             if offset != end:

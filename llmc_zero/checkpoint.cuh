@@ -31,6 +31,9 @@
        device memory is written. The ranks share the checking, so that the file is read once for it.
    C4  Then each rank reads the ranges it holds, and params are rounded from masters and gathered as after a step.
 
+   Numbers in a file have a point, whatever the locale of the program. A whole number above 2^63 - 1 is refused: saving, as a
+   wrong argument; loading, as damage.
+
    Memory: 8 MB of pinned buffers, 4 MB on the device while saving, and the list of pieces (some 100 bytes each), whatever the
    model's size.
    A process that runs under a limit on file sizes should ignore SIGXFSZ: the write then fails as on a full disk. Not part

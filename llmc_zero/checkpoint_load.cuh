@@ -34,8 +34,8 @@ static inline void zero_load_close(ZeroLoad* load) {
 static inline ZeroResult zero_load_number(const ZeroFileHeader& header, const char* key, uint64_t* value) {
     const auto found = header.strings.find(key);
     const char* at = found == header.strings.end() ? "" : found->second.c_str();
-    if (zero_file_number(&at, '\0', 10, value)) return zero_ok();
-    return zero_error(ZERO_ERROR_FILE, "%s is \"%s\"; a whole number is needed", key,
+    if (zero_file_number(&at, '\0', 10, value) && *value <= ZERO_FILE_NUMBER_MAX) return zero_ok();
+    return zero_error(ZERO_ERROR_FILE, "%s is \"%s\"; a whole number up to 2^63 - 1 is needed", key,
                       zero_file_quote(found == header.strings.end() ? "" : found->second).c_str());
 }
 
@@ -49,7 +49,10 @@ static inline std::string zero_file_tensor_text(const ZeroFileTensor& tensor) {
 static inline ZeroResult zero_load_setting(const ZeroFileHeader& found, const std::string& key,
                                            const std::string& here) {
     const auto in_file = found.strings.find(key);
-    const std::string there = in_file == found.strings.end() ? "no such setting" : in_file->second;
+    std::string there = in_file == found.strings.end() ? "no such setting" : in_file->second;
+    /* versions before 300 wrote numbers as the host program's locale has them: 0,9 */
+    for (const char* number : {"weight_decay", "momentum", "beta1", "beta2", "eps"})
+        if (key == number) std::replace(there.begin(), there.end(), ',', '.');
     if (there == here) return zero_ok();
     return zero_error(ZERO_ERROR_ARGUMENT, "%s: the file has %s, this run %s", zero_file_quote(key).c_str(),
                       zero_file_quote(there).c_str(), zero_file_quote(here).c_str());

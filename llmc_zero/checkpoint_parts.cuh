@@ -12,6 +12,7 @@
 #ifndef LLMC_ZERO_CHECKPOINT_PARTS_CUH_INCLUDED
 #define LLMC_ZERO_CHECKPOINT_PARTS_CUH_INCLUDED
 
+#include "numbers.cuh"
 #include "replicas.cuh"
 #include "safetensors.cuh"
 
@@ -158,15 +159,16 @@ static inline const char* zero_algorithm_name(ZeroAlgorithm algorithm) {
     return algorithm == ZERO_ADAMW ? "adamw" : algorithm == ZERO_ADAM ? "adam" : "sgd";
 }
 
-static inline std::string zero_text_of(double number) {
-    char text[32];
-    snprintf(text, sizeof(text), "%.17g", number);
-    for (int digits = 1; digits < 17; digits++) { /* 0.9, not 0.90000000000000002 */
-        char shorter[32];
-        snprintf(shorter, sizeof(shorter), "%.*g", digits, number);
-        if (strtod(shorter, NULL) == number) return shorter;
-    }
-    return text;
+/* Whatever the locale is: a file says the same in all of them. */
+static inline std::string zero_text_of(double number) { return zero_number_shortest(number).text; }
+
+/* Loading refuses what saving does: a count that is negative as a signed number is a mistake of the caller's. */
+static inline ZeroResult zero_checkpoint_count(const char* key, uint64_t value, ZeroFileHeader* header) {
+    if (value > ZERO_FILE_NUMBER_MAX)
+        return zero_error(ZERO_ERROR_ARGUMENT, "%s is %llu; at most 2^63 - 1 is possible", key,
+                          (unsigned long long)value);
+    header->strings[key] = std::to_string(value);
+    return zero_ok();
 }
 
 /* Settings that a resumed run must share, because the state was made with them. */

@@ -70,12 +70,12 @@ static inline ZeroResult zero_save_plan(ZeroSave* save, const char* path) {
     if (z->ranks > 1) ZERO_TRY_CUDA(cudaMalloc((void**)&save->arrived, ZERO_FILE_PIECE_BYTES));
     save->arrays_count = zero_checkpoint_arrays(z, save->arrays);
     ZERO_TRY(zero_checkpoint_header(z, save->what, save->arrays, save->arrays_count, &save->header));
-    save->header.strings["t"] = std::to_string(scalars.t);
-    save->header.strings["skipped"] = std::to_string(scalars.skipped);
-    save->header.strings["skipped_in_row"] = std::to_string(scalars.skipped_in_row);
-    save->header.strings["dropped"] = std::to_string(scalars.dropped);
-    save->header.strings["step"] = std::to_string(save->what->step);
-    save->header.strings["samples"] = std::to_string(save->what->samples);
+    ZERO_TRY(zero_checkpoint_count("t", scalars.t, &save->header));
+    ZERO_TRY(zero_checkpoint_count("skipped", scalars.skipped, &save->header));
+    ZERO_TRY(zero_checkpoint_count("skipped_in_row", scalars.skipped_in_row, &save->header));
+    ZERO_TRY(zero_checkpoint_count("dropped", scalars.dropped, &save->header));
+    ZERO_TRY(zero_checkpoint_count("step", save->what->step, &save->header));
+    ZERO_TRY(zero_checkpoint_count("samples", save->what->samples, &save->header));
     zero_grid(&save->grid, z, save->arrays, save->arrays_count, &save->header);
     save->checksums.resize(save->header.pieces.size());
     save->words.resize(2 * (size_t)z->ranks);

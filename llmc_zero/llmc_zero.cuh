@@ -24,7 +24,8 @@
      optimizer.cuh    norm, update and report; a whole example of a step stands at its top
      replicas.cuh     do all ranks hold the same parameters? do two runs?
    and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
-   checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries).
+   checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries;
+   numbers.cuh writes the numbers of files, the same in every locale).
 
    Include it in any number of translation units: host functions are static inline, kernels templates. It needs C++17,
    CUDA 12 or later and NCCL, or ZERO_NO_NCCL defined for programs of one rank.

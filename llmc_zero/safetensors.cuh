@@ -62,6 +62,8 @@
 #define ZERO_FILE_ALIGN \
     65536 /* the data begins at a multiple of this: a file system's page, or some of them */
 #define ZERO_FILE_DIMS_MAX 8
+#define ZERO_FILE_NUMBER_MAX \
+    ((uint64_t)INT64_MAX) /* of any number: more would be negative where it is counted with signs */
 
 typedef struct ZeroFileTensor {
     std::string name, dtype; /* dtype "F32" or "BF16" */
@@ -258,6 +260,8 @@ typedef struct ZeroFileSax {
     bool number_unsigned(uint64_t value) {
         if (!array) return fail("the number " + std::to_string(value) + " in a wrong place");
         if (array->size() >= ZERO_FILE_DIMS_MAX) return fail("a list of more than 8 numbers");
+        if (value > ZERO_FILE_NUMBER_MAX)
+            return fail("the number " + std::to_string(value) + ", above 2^63 - 1");
         array->push_back(value);
         return true;
     }
@@ -336,8 +340,8 @@ static inline ZeroResult zero_file_check_tensors(ZeroFileHeader* header) {
             return zero_error(ZERO_ERROR_FILE, "tensor %s has dtype %s; F32 and BF16 are known", name.c_str(),
                               zero_file_quote(tensor.dtype).c_str());
         for (uint64_t dim : tensor.shape)
-            if (dim != 0 && bytes > UINT64_MAX / dim)
-                return zero_error(ZERO_ERROR_FILE, "tensor %s is too large for 64 bits", name.c_str());
+            if (dim != 0 && bytes > ZERO_FILE_NUMBER_MAX / dim)
+                return zero_error(ZERO_ERROR_FILE, "tensor %s has more than 2^63 - 1 bytes", name.c_str());
             else
                 bytes *= dim;
         if (tensor.begin != next || tensor.end < tensor.begin || tensor.end - tensor.begin != bytes)

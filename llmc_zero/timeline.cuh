@@ -289,6 +289,12 @@ static inline void zero_timeline_nest(long long* ends, int* depth, long long* be
     if (*depth < 16) ends[(*depth)++] = *end;
 }
 
+/* Eighths of a microsecond in microseconds, by whole numbers: a double would get the point of the host program's locale. */
+static inline void zero_timeline_eighths(long long eighths, char* text, size_t bytes) {
+    const long long positive = eighths < 0 ? -eighths : eighths;
+    snprintf(text, bytes, "%s%lld.%03d", eighths < 0 ? "-" : "", positive / 8, (int)(positive % 8) * 125);
+}
+
 /* Writes what was drained, to a file of the caller's, as events of process `rank`, each but the file's very first behind a
    comma: the caller puts {"traceEvents":[ before all ranks' events and ]} behind them. start_us: the time that counts as
    zero. 0: writing failed. */
@@ -314,12 +320,14 @@ static inline int zero_timeline_write(const ZeroTimeline* t, FILE* file, int ran
         /* eighths of a microsecond: three digits, and exact as binary fractions, too */
         const double since_us = t->start_us - start_us + e->begin_us;
         long long begin = llround(8.0 * since_us), end = llround(8.0 * (since_us + e->us));
-        char index[16] = "";
+        char index[16] = "", times[2][32];
         zero_timeline_nest(ends[e->row], &depth[e->row], &begin, &end);
         if (e->index != ZERO_NO_INDEX) snprintf(index, sizeof(index), " %d", e->index);
+        zero_timeline_eighths(begin, times[0], sizeof(times[0]));
+        zero_timeline_eighths(end - begin, times[1], sizeof(times[1]));
         snprintf(text, sizeof(text),
-                 ",\n{\"ph\":\"X\",\"name\":\"%.80s%s\",\"pid\":%d,\"tid\":%d,\"ts\":%.3f,\"dur\":%.3f}",
-                 e->name, index, rank, e->row, 0.125 * (double)begin, 0.125 * (double)(end - begin));
+                 ",\n{\"ph\":\"X\",\"name\":\"%.80s%s\",\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s}", e->name,
+                 index, rank, e->row, times[0], times[1]);
         written &= fwrite(text, strlen(text), 1, file);
     }
     return (int)written;

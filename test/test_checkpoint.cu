@@ -44,6 +44,7 @@ template <typename Call> static auto runtime(Call call) {
 #define ZERO_FILE_PIECE_BYTES ((size_t)4096) /* so that small models have many pieces, written by all ranks */
 #include "../llmc_zero/checkpoint_folder.cuh"
 #include "../llmc_zero/llmc_zero.cuh"
+#include "comma_locale.h"
 #include "ranks.h"
 
 static std::string folder; /* the same on all ranks, empty at the begin */
@@ -277,6 +278,27 @@ static ZeroResult read_header(const std::string& path, ZeroFileHeader* header) {
     return result;
 }
 
+static void put(const std::string& path, const std::string& text) {
+    if (world.rank == 0) {
+        FILE* file = fopen(path.c_str(), "wb");
+        ASSERT_EQ(fwrite(text.data(), 1, text.size(), file), text.size());
+        fclose(file);
+    }
+    together();
+}
+
+/* The same file with other words of the same length in its header, its checksum right. */
+static std::string resealed(std::string text, const std::string& from, const std::string& to) {
+    uint64_t length;
+    memcpy(&length, text.data(), 8);
+    EXPECT_EQ(from.size(), to.size());
+    EXPECT_LT(text.find(from), length) << from;
+    if (text.find(from) < length) text.replace(text.find(from), from.size(), to);
+    std::string header = text.substr(0, length + 8);
+    const size_t digits = zero_file_find_checksum(header);
+    return text.replace(digits, 16, zero_file_hex(zero_file_checksum(header, digits)));
+}
+
 static std::string data_of(const std::string& path) {
     ZeroFileHeader header;
     EXPECT_EQ(read_header(path, &header).code, ZERO_OK);
@@ -459,6 +481,88 @@ TEST(Checkpoint, StepSamplesAndTComeBack) {
     together();
 }
 
+/* Case N1: a host program with a decimal comma. The same bytes, read in both; and what a version before 300 wrote there. */
+TEST(Checkpoint, NoLocaleIsInTheFile) {
+    const std::string c = folder + "/c", comma = folder + "/comma", old = folder + "/old";
+    ZeroConfig config = config_of(1);
+    config.weight_decay = 0.1, config.max_norm = 0.5;
+    Model m(world.ranks, config, {ZERO_FP32, {100}});
+    OK(m.result);
+    m.fill();
+    OK(m.save(c));
+    std::string text = contents(c);
+    for (const char* number : {"\"0.9\"", "\"0.999\"", "\"0.1\""}) {
+        std::string with_comma = number;
+        with_comma[2] = ',';
+        text = resealed(text, number, with_comma);
+    }
+    put(old, text);
+    {
+        CommaLocale here(folder + "/locale" + std::to_string(world.rank));
+        if (!here.set) GTEST_SKIP() << here.reason;
+        ASSERT_STREQ(zero_number_text(0.5, 9).text, "0.5");
+        OK(m.save(comma));
+        together();
+        EXPECT_EQ(contents(c), contents(comma));
+        for (const std::string& path : {c, old}) {
+            m.fill_with(1.0f);
+            OK(m.load(path));
+            m.expect_pattern();
+        }
+    }
+    for (const std::string& path : {comma, old}) {
+        m.fill_with(1.0f);
+        OK(m.load(path));
+        m.expect_pattern();
+    }
+    m.z.config.beta1 = 0.8;
+    const ZeroResult result = m.load(old);
+    EXPECT_NE(std::string(result.text).find("beta1: the file has 0.9, this run 0.8"), std::string::npos)
+        << result.text;
+    together();
+}
+
+/* Case R5: 2^63 - 1 comes back, one more is refused, when it is saved and in a file whose checksum is right. */
+TEST(Checkpoint, NumbersAbove63BitsAreRefused) {
+    const std::string path = folder + "/most", most = "9223372036854775807", more = "9223372036854775808";
+    Model m(world.ranks, config_of(1), {ZERO_FP32, {100}});
+    ZeroCheckpoint what = zero_checkpoint();
+    OK(m.result);
+    what.step = what.samples = INT64_MAX;
+    OK(zero_set_t(&m.z, INT64_MAX));
+    m.fill();
+    OK(m.save(path, what));
+    what.step = what.samples = 0;
+    OK(zero_checkpoint_load(&m.z, path.c_str(), &what, NULL));
+    EXPECT_EQ(what.step, (uint64_t)INT64_MAX);
+    EXPECT_EQ(what.samples, (uint64_t)INT64_MAX);
+    const std::string good = contents(path);
+    together();
+    for (const char* key : {"step", "samples", "t"}) {
+        const std::string begin = std::string("\"") + key + "\":\"";
+        put(path, resealed(good, begin + most, begin + more));
+        m.fill_with(3.0f);
+        const ZeroResult result = m.load(path);
+        EXPECT_EQ(result.code, ZERO_ERROR_FILE) << key;
+        const std::string words = std::string(key) + " is \"" + more + "\"";
+        EXPECT_NE(std::string(result.text).find(words), std::string::npos) << result.text;
+        m.expect(3.0f);
+        together();
+    }
+    for (uint64_t* number : {&what.step, &what.samples}) {
+        what.step = what.samples = 1;
+        *number = (uint64_t)INT64_MAX + 1;
+        const ZeroResult result = m.save(folder + "/never", what);
+        EXPECT_EQ(result.code, ZERO_ERROR_ARGUMENT);
+        EXPECT_NE(
+            std::string(result.text).find(number == &what.step ? "step is " + more : "samples is " + more),
+            std::string::npos)
+            << result.text;
+    }
+    EXPECT_EQ(access((folder + "/never").c_str(), F_OK), -1);
+    together();
+}
+
 /* Cases G4, E2: whatever shaped the state must be the same; the error names both, and nothing has changed. */
 TEST(Checkpoint, AnotherRunsFileIsRefusedWithBothValues) {
     const Shape shape = {ZERO_FP32, {40, 7}};
@@ -620,15 +724,6 @@ TEST(Checkpoint, ARefusedCallLeavesTheStepAsItIs) {
 }
 
 /* ------------------------------------------------------------------ damage and faults */
-
-static void put(const std::string& path, const std::string& text) {
-    if (world.rank == 0) {
-        FILE* file = fopen(path.c_str(), "wb");
-        ASSERT_EQ(fwrite(text.data(), 1, text.size(), file), text.size());
-        fclose(file);
-    }
-    together();
-}
 
 /* Case G7: a byte flipped in whatever rank's part, one byte less or more: all ranks refuse, nothing is loaded. */
 TEST(Checkpoint, ADamagedFileIsRefusedByAllRanks) {
@@ -1195,13 +1290,8 @@ TEST(Folder, RotationKeepsTheNewest) {
 }
 
 /* The same file of a later version, its checksum right. */
-static std::string other_format(std::string text) {
-    uint64_t length;
-    memcpy(&length, text.data(), 8);
-    text.replace(text.find("llmc_zero.checkpoint 1"), 22, "llmc_zero.checkpoint 2");
-    std::string header = text.substr(0, length + 8);
-    const size_t digits = zero_file_find_checksum(header);
-    return text.replace(digits, 16, zero_file_hex(zero_file_checksum(header, digits)));
+static std::string other_format(const std::string& text) {
+    return resealed(text, "llmc_zero.checkpoint 1", "llmc_zero.checkpoint 2");
 }
 
 /* Cases F1, F2: the newest whole file; what is passed over is said; a directory of that name is no file. */

@@ -14,6 +14,7 @@ import time
 import ml_dtypes  # noqa: F401 (numpy knows bfloat16 then)
 import numpy as np
 import pytest
+import xxhash
 from conftest import LONG, TOP, end, own_lines, run, slow, start
 from safetensors import safe_open
 from train_lines import PROGRAM, STREAM_MODES
@@ -347,6 +348,35 @@ def test_resume_takes_the_newest_whole_file_and_says_why(straight, tmp_path):
         path_of(tmp_path, step).write_bytes(b"")
     errors, _ = lines([f"{SMALL} -d 12 -x 7 -y 1 -o {tmp_path}"], 2, tmp_path.parent / "newest")
     assert "none of 2 checkpoints" in errors[0]
+
+
+def with_string(path, key, value):
+    """The file's bytes with another string in its header, and the checksum that belongs to it."""
+    data = path.read_bytes()
+    end, zeros = 8 + int.from_bytes(data[:8], "little"), b"0" * 16
+    old = json.loads(data[8:end])["__metadata__"]
+    text = data[8:end].replace(f'"{key}":"{old[key]}"'.encode(), f'"{key}":"{value}"'.encode())
+    text = len(text).to_bytes(8, "little") + text.replace(old["header_xxh3"].encode(), zeros)
+    return text.replace(zeros, xxhash.xxh3_64_hexdigest(text).encode(), 1) + data[end:]
+
+
+def test_numbers_above_63_bits_are_passed_over(straight, tmp_path):
+    """Case R5: the checksums are right; each is said with its value, and an older file goes on."""
+    top = straight[0] / "fp32/b"
+    for step, key, value in ((6, "samples", 2 ** 63), (8, "t", 2 ** 64 - 1), (2 ** 63, "step", 2 ** 63)):
+        path_of(tmp_path, step).write_bytes(with_string(path_of(top, min(step, 10)), key, value))
+    path_of(tmp_path, 10).write_bytes(with_string(path_of(top, 10), "samples", 2 ** 63 - 1))     # at the limit: as before
+    shutil.copy(path_of(top, 5), tmp_path)
+    verified = run([TOOL, "verify", *sorted(tmp_path.iterdir())], check=False)
+    assert verified.code == 1 and verified.out.count(": whole") == 2, verified.out
+    path_of(tmp_path, 10).unlink()
+    errors, out = lines([f"{SMALL} -d 12 -x 7 -y 1 -o {tmp_path}"], 2, tmp_path.parent / "above")
+    assert errors == [None] and "resumed from step 5" in out
+    passed_over = re.findall("^passed over: (.*)$", out, re.M)
+    assert len(passed_over) == 3
+    for said, (key, value) in zip(passed_over, (("step", 2 ** 63), ("t", 2 ** 64 - 1), ("samples", 2 ** 63))):
+        assert f'{key} is "{value}"; a whole number up to 2^63 - 1 is needed' in said
+        assert f"{key} is '{value}'; a whole number up to 2^63 - 1 is needed" in verified.out
 
 
 def test_an_older_runs_directory_is_not_mixed_with_a_new_run(tmp_path):

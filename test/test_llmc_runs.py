@@ -7,6 +7,7 @@ starts of its own.
 """
 
 import json
+import os
 import random
 import re
 import shlex
@@ -431,6 +432,37 @@ def test_a_save_that_fails_ends_the_run_and_keeps_the_older(program, saved, tmp_
     result = resume(program, 2, folder, "-z", "1")
     assert result.code != 0 and "is in the way" in result.err
     assert not (folder / "DONE_00000004").exists() and state_of(folder / "step_00000002.safetensors") == saved.state(2)
+
+
+def test_an_odd_log_is_cut_in_place_and_said(program, saved, tmp_path):
+    """Case N19, as in test_log.py; what is none of a training step's stays."""
+    text = saved.log.splitlines(True)
+    steps = {int(re.match(r"s:(\d+) trl", line)[1]): line for line in text if " trl:" in line}
+    assert sorted(steps) == [0, 1, 2, 3]
+    odd = {"fine": ("".join(text), []),
+           "lost": (steps[1], ["the lines of 1 step(s) before step 2 are lost, the first is step 0"]),
+           "all lost": (None, ["the lines of 2 step(s) before step 2 are lost, the first is step 0"]),
+           "doubled": (steps[0] + steps[1] + steps[0] + steps[1],
+                       ["2 line(s) of a step that has one before, the first of step 0"]),
+           "foreign": (steps[0] + "x" * 2000 + "\n" + "s:1 \0\n" + steps[1],
+                       ["2 line(s) that are none of llm.c's, the first is line 2"])}
+    for kind, (kept, said) in odd.items():
+        folder, log = continued(tmp_path / kind, saved, 2), tmp_path / f"{kind}.log"
+        (folder / "main.log").unlink(missing_ok=True)
+        if kept is not None:
+            log.write_text(kept + ("" if kind == "fine" else steps[2] + steps[1] + "s:9"))
+            log.chmod(0o640)
+            os.link(log, folder / "main.log")
+        result = resume(program, 1, folder, "-z", "1")
+        assert result.code == 0, result.err
+        warnings = [line for line in result.out.splitlines() if line.startswith("warning: ") and "main.log" in line]
+        assert warnings == [f"warning: {folder}/main.log: {line}" for line in said]
+        if kept is None:
+            continue
+        assert log.samefile(folder / "main.log") and log.stat().st_mode & 0o777 == 0o640
+        before = "".join(line for line in text if int(line[2]) < 2) if kind == "fine" else kept
+        found = log.read_text()
+        assert found.startswith(before) and re.findall(r"^s:(\d) trl", found[len(before):], re.M) == ["2", "3"], found
 
 
 def start_two(program, folder, *flags, env=None):

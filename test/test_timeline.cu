@@ -10,6 +10,7 @@ static int records = 0;
 #define cudaEventSynchronize(event) (usleep(held_up_us), (cudaEventSynchronize)(event))
 #define cudaEventRecord(...) (records++, (cudaEventRecord)(__VA_ARGS__))
 #include "llmc_zero/timeline.cuh"
+#include "comma_locale.h"
 #include "device.h"
 
 namespace {
@@ -95,6 +96,26 @@ TEST(Timeline, TimesAreFine) {
     fclose(file);
     for (const char* times : {"\"ts\":0.000,\"dur\":1.000", "\"ts\":3599999990.125,\"dur\":0.375",
                               "\"ts\":3599999990.500,\"dur\":0.125"})
+        EXPECT_NE(std::string(text).find(times), std::string::npos) << text;
+    zero_timeline_free(&t);
+}
+
+// Case N1: a comma in a number is no JSON.
+TEST(Timeline, NoLocaleIsInTheTrace) {
+    ZeroTimeline t = {};
+    char name[] = "/tmp/test_timeline.XXXXXX", text[4096] = "";
+    ASSERT_NE(mkdtemp(name), nullptr);
+    CommaLocale comma(name);
+    EXPECT_EQ(system((std::string("rm -rf ") + name).c_str()), 0);
+    if (!comma.set) GTEST_SKIP() << comma.reason;
+    ok(zero_timeline_start(&t, ZERO_TIMING_ALL, NULL, NULL));
+    const ZeroTimeSpan span = {"norm", ZERO_NO_INDEX, ZERO_ROW_COMPUTE, 0, 1, NULL, NULL};
+    ok(zero_timeline_keep(&t, &span, 10.0, 1.125));
+    ok(zero_timeline_keep(&t, &span, 20.0, 0.875));
+    FILE* file = fmemopen(text, sizeof(text), "w");
+    ASSERT_TRUE(zero_timeline_write(&t, file, 0, t.start_us + 10.5));
+    fclose(file);
+    for (const char* times : {"\"ts\":-0.500,\"dur\":1.125", "\"ts\":9.500,\"dur\":0.875"})
         EXPECT_NE(std::string(text).find(times), std::string::npos) << text;
     zero_timeline_free(&t);
 }

@@ -382,7 +382,8 @@ static inline void zero_gpt2_adopt_settings(ZeroGpt2* zero, const char* path) {
     if (file < 0) return;
     if (zero_file_read_header(file, &header).code == ZERO_OK)
         for (int i = 0; i < 4; i++) {
-            const double value = strtod(header.strings[names[i]].c_str(), NULL);
+            double value = -1.0;
+            zero_number_value(header.strings[names[i]].c_str(), &value);
             if (value >= 0.0 && value <= 3.4e38) *settings[i] = value;
         }
     close(file);
@@ -455,23 +456,70 @@ static inline ZeroResult zero_gpt2_load_old(GPT2* model, NameOf name_of, DataLoa
     return result;
 }
 
-/* main.log as it was when step `step` was saved. */
+/* What a log lacks of the training lines of steps 0 .. step - 1, or has too much. */
+typedef struct ZeroGpt2Log {
+    uint64_t next; /* step of the training line that should follow */
+    uint64_t lost, first_lost, doubled, first_doubled, foreign, first_foreign;
+} ZeroGpt2Log;
+
+/* Counts a line; 1: it is of `step` or later. Other lines than llm.c's stay: a fork may have some. */
+static inline int zero_gpt2_log_line(ZeroGpt2Log* log, const char* line, size_t bytes, uint64_t number,
+                                     uint64_t step) {
+    unsigned long long at = 0;
+    char kind[8] = "";
+    const int ours = strlen(line) == bytes && sscanf(line, "s:%llu %7[a-z]:", &at, kind) == 2;
+    if (ours && at >= step) return 1;
+    if (!ours && log->foreign++ == 0) log->first_foreign = number;
+    if (!ours || strcmp(kind, "trl") != 0) return 0;
+    if (at < log->next && log->doubled++ == 0) log->first_doubled = at;
+    if (at > log->next && log->lost == 0) log->first_lost = log->next;
+    if (at > log->next) log->lost += at - log->next;
+    log->next = std::max(log->next, (uint64_t)at + 1);
+    return 0;
+}
+
+static inline void zero_gpt2_log_warn(ZeroGpt2Log* log, const char* path, uint64_t step) {
+    if (log->next < step && log->lost == 0) log->first_lost = log->next;
+    if (log->next < step) log->lost += step - log->next;
+    if (log->foreign)
+        printf0("warning: %s: %llu line(s) that are none of llm.c's, the first is line %llu\n", path,
+                (unsigned long long)log->foreign, (unsigned long long)log->first_foreign);
+    if (log->doubled)
+        printf0("warning: %s: %llu line(s) of a step that has one before, the first of step %llu\n", path,
+                (unsigned long long)log->doubled, (unsigned long long)log->first_doubled);
+    if (log->lost)
+        printf0("warning: %s: the lines of %llu step(s) before step %llu are lost, the first is step %llu\n",
+                path, (unsigned long long)log->lost, (unsigned long long)step,
+                (unsigned long long)log->first_lost);
+}
+
+/* main.log as it was when step `step` was saved: cut in place, so that its mode, group and links stay, where the first line
+   of that step or a later one begins, or a last line that broke off. What is odd about the rest is said. */
 static inline ZeroResult zero_gpt2_cut_log(const std::string& folder, uint64_t step) {
     const std::string path = folder + "/main.log";
-    FILE* log = fopen(path.c_str(), "r");
-    char line[1024];
-    long kept = 0;
-    int cut = 0;
-    if (!log) return zero_ok();
-    while (!cut && fgets(line, sizeof(line), log)) {
-        unsigned long long at;
-        cut = !strchr(line, '\n') || (sscanf(line, "s:%llu", &at) == 1 && at >= step);
-        if (!cut) kept = ftell(log);
+    FILE* file = fopen(path.c_str(), "r+");
+    ZeroGpt2Log log = ZeroGpt2Log();
+    char* line = NULL;
+    size_t capacity = 0;
+    ssize_t bytes;
+    off_t kept = 0;
+    int failed = 0;
+    if (!file && errno == ENOENT) zero_gpt2_log_warn(&log, path.c_str(), step);
+    if (!file && errno == ENOENT) return zero_ok();
+    for (uint64_t number = 1; file && (bytes = getline(&line, &capacity, file)) > 0; number++) {
+        if (line[bytes - 1] != '\n' || zero_gpt2_log_line(&log, line, (size_t)bytes, number, step)) break;
+        kept += bytes;
     }
-    fclose(log);
-    if (!cut || truncate(path.c_str(), kept) == 0) return zero_ok();
-    return zero_error(ZERO_ERROR_SYSTEM, "cutting main.log back to step %llu: %s", (unsigned long long)step,
-                      strerror(errno));
+    failed = !file || ferror(file) || ftruncate(fileno(file), kept) != 0;
+    failed = failed || (fsync(fileno(file)) != 0 && errno != EINVAL);
+    const int error = errno;
+    free(line);
+    if (file) fclose(file);
+    if (failed)
+        return zero_error(ZERO_ERROR_SYSTEM, "cutting main.log back to step %llu: %s",
+                          (unsigned long long)step, strerror(error));
+    zero_gpt2_log_warn(&log, path.c_str(), step);
+    return zero_ok();
 }
 
 /* The newest DONE below *step that rank 0 sees, on all ranks. *kind: 0 none, 1 with our file, 2 with llm.c's own state

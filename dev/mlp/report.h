@@ -1,25 +1,25 @@
 /* dev/mlp/report.h - what train_mlp says: step lines, main.log, the parameters' sum and hash, summary.json.
 
-   main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged.
+   main.log has llm.c's form with nine significant digits, so that an fp32 number survives unchanged. Everything of a run goes
+   to the directory that it found under its name at the start (report_place): when another one stands there, or none, the run
+   ends, at the next save at the latest.
 
-   defines: Report, report_open, report_begin, report_step, report_sync, report_close, report_free, ParamsDigest,
-            params_sums
+   defines: Report, report_open, report_place, report_in_place, report_begin, report_step, report_sync, report_close,
+            report_free, ParamsDigest, params_sums
 */
 #pragma once
-#include <errno.h>
-#include <fcntl.h>
 #include <sys/file.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <unistd.h>
 
-#include "../../llmc_zero/checkpoint_folder.cuh"
 #include "../../llmc_zero/llmc_zero.cuh"
+#include "log.h"
 #include "options.h"
 
-typedef struct Report { /* rank 0 writes, the others keep quiet */
+typedef struct Report { /* rank 0 writes, the others keep quiet, but for checkpoints */
     int writes;
-    int lock; /* on the directory: no other run writes there */
+    int lock;        /* the directory, opened; rank 0 holds a lock on it: no other run writes there */
+    dev_t device;    /* of the directory, */
+    ino_t inode;     /* whatever its name is now */
+    char opened[32]; /* its path as long as it is open, or "" */
     FILE* log;
     const Options* options;
     double *step_ms, *exposed_ms; /* of the steps so far */
@@ -40,10 +40,22 @@ static inline ZeroResult report_check_unused(const Options* o) {
                       o->directory, (unsigned long long)steps.back());
 }
 
+/* A directory that cannot be opened, or a machine without /proc: its name has to do. */
+static inline void report_hold(Report* report, const Options* o) {
+    report->lock = open(o->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    snprintf(report->opened, sizeof(report->opened), "/proc/self/fd/%d", report->lock);
+    if (report->lock < 0 || access(report->opened, F_OK) != 0) report->opened[0] = '\0';
+}
+
+/* Where a running run writes to. A directory's name may come to mean another one between a look and a save; this does not. */
+static inline const char* report_place(const Report* report) {
+    return report->opened[0] ? report->opened : report->options->directory;
+}
+
 /* Two runs in one directory would cut each other's log and delete each other's checkpoints. The lock ends with the process;
    a file system that has none is no error. */
 static inline ZeroResult report_lock(Report* report, const Options* o) {
-    report->lock = open(o->directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    report_hold(report, o);
     if (report->lock < 0 || flock(report->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK)
         return zero_ok();
     return zero_error(ZERO_ERROR_ARGUMENT,
@@ -51,9 +63,24 @@ static inline ZeroResult report_lock(Report* report, const Options* o) {
                       o->directory);
 }
 
+/* Whether -o still leads to the directory that this run began in. */
+static inline ZeroResult report_in_place(const Report* report) {
+    struct stat there;
+    const char* directory = report->options->directory;
+    if (!report->writes || !directory) return zero_ok();
+    if (stat(directory, &there) == 0 && there.st_dev == report->device && there.st_ino == report->inode)
+        return zero_ok();
+    return zero_error(
+        ZERO_ERROR_SYSTEM,
+        "-o %.120s: no longer the directory that this run began in: it was renamed, replaced or "
+        "deleted meanwhile",
+        directory);
+}
+
 /* Makes the directory with its parents. A rank that does not write only returns. */
 static inline ZeroResult report_open(Report* report, const Options* o, int writes) {
     char path[4096];
+    struct stat status;
     size_t i, length;
     memset(report, 0, sizeof(*report));
     report->writes = writes;
@@ -65,55 +92,32 @@ static inline ZeroResult report_open(Report* report, const Options* o, int write
     for (i = 1; i <= length; i++) {
         if (i < length && o->directory[i] != '/') continue;
         snprintf(path, sizeof(path), "%.*s", (int)i, o->directory);
-        if (mkdir(path, 0777) != 0 && errno != EEXIST)
+        const int made = mkdir(path, 0777) == 0;
+        if ((made && folder_sync_above(path) != 0) || (!made && errno != EEXIST))
             return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot make the directory %.60s: %s",
                               o->directory, path, strerror(errno));
     }
     ZERO_TRY(report_lock(report, o));
+    if ((report->lock >= 0 ? fstat(report->lock, &status) : stat(o->directory, &status)) != 0)
+        return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: %s", o->directory, strerror(errno));
+    report->device = status.st_dev;
+    report->inode = status.st_ino;
     return report_check_unused(o);
 }
 
-/* Copies the lines of main.log up to a step to main.log.tmp, which then takes its place: a run that is killed here leaves
-   one or the other. A last line without its end is not kept. The report goes on from the last line. */
-static inline int report_cut_log(Report* report, const char* path, long long step) {
-    char temporary[4200], line[512];
-    FILE* from = fopen(path, "r");
-    FILE* to;
-    long long last = 0;
-    int failed;
-    if (!from && errno != ENOENT) return -1;
-    if (!from) {
-        printf("warning: %s is missing: the lines of steps 1 to %lld are lost\n", path, step);
-        return 0;
-    }
-    snprintf(temporary, sizeof(temporary), "%s.tmp", path);
-    to = fopen(temporary, "w");
-    while (to && fgets(line, sizeof(line), from)) {
-        long long of_step;
-        if (sscanf(line, "s:%lld ", &of_step) != 1 || of_step > step || !strchr(line, '\n')) continue;
-        fputs(line, to);
-        last = of_step;
-        sscanf(line, "s:%*d trl:%lf lr:%*f norm:%lf", &report->loss, &report->norm);
-    }
-    if (last < step)
-        printf("warning: %s ends at step %lld: the lines up to step %lld are lost\n", path, last, step);
-    failed = !to || ferror(from) || ferror(to);
-    if (to) failed |= fflush(to) != 0 || fsync(fileno(to)) != 0;
-    if (to) failed |= fclose(to) != 0;
-    fclose(from);
-    return failed || rename(temporary, path) != 0 ? -1 : 0;
-}
-
-/* Opens DIR/main.log: anew, or behind the line of the step after which the run goes on. */
+/* Opens DIR/main.log: anew, or after the line of the step after which the run goes on. All ranks call it. */
 static inline ZeroResult report_begin(Report* report, long long step) {
     const Options* o = report->options;
     char path[4096];
     int failed;
+    if (!report->writes && o->directory) report_hold(report, o);
     if (!report->writes || !o->directory) return zero_ok();
+    ZERO_TRY(report_in_place(report));
     snprintf(path, sizeof(path), "%s/summary.json", o->directory);
     unlink(path); /* of an older run: it must not stand beside this run's log if this run fails */
     snprintf(path, sizeof(path), "%s/main.log", o->directory);
-    failed = step > 0 && report_cut_log(report, path, step) != 0;
+    failed = step > 0 && log_cut(path, step, &report->loss, &report->norm) != 0;
+    snprintf(path, sizeof(path), "%s/main.log", report_place(report));
     report->log = failed ? NULL : fopen(path, step > 0 ? "a" : "w");
     if (!report->log)
         return zero_error(ZERO_ERROR_SYSTEM, "-o %.120s: cannot write main.log there: %s", o->directory,
@@ -123,6 +127,7 @@ static inline ZeroResult report_begin(Report* report, long long step) {
 
 /* main.log is on the disk before a checkpoint that lets a run go on behind its last line. */
 static inline ZeroResult report_sync(Report* report) {
+    ZERO_TRY(report_in_place(report));
     if (!report->log || fsync(fileno(report->log)) == 0 || errno == EINVAL) return zero_ok();
     return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", report->options->directory,
                       strerror(errno));
@@ -156,7 +161,8 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
            z->skip ? " | skipped: a gradient is not finite" : "");
     fflush(stdout);
     if (report->log) {
-        fprintf(report->log, "s:%lld trl:%.9g lr:%.9g norm:%.9g\n", step, loss, o->lr, (double)z->norm);
+        fprintf(report->log, "s:%lld trl:%s lr:%s norm:%s\n", step, zero_number_text(loss, 9).text,
+                zero_number_text(o->lr, 9).text, zero_number_text((double)z->norm, 9).text);
         if (fflush(report->log) != 0)
             return zero_error(ZERO_ERROR_SYSTEM, "writing %.120s/main.log: %s", o->directory,
                               strerror(errno));
@@ -235,11 +241,9 @@ static inline double report_median(const double* values, size_t count) {
 }
 
 /* JSON has no NaN: null then. */
-static inline void report_number(FILE* file, const char* key, double value) {
-    if (value == value && value - value == 0.0)
-        fprintf(file, "  \"%s\": %.9g,\n", key, value);
-    else
-        fprintf(file, "  \"%s\": null,\n", key);
+static inline void report_number(FILE* file, const char* key, double value, int digits) {
+    const int finite = value - value == 0.0;
+    fprintf(file, "  \"%s\": %s,\n", key, finite ? zero_number_text(value, digits).text : "null");
 }
 
 /* Whatever became of the run: closes what is open and lets the directory go. */
@@ -253,43 +257,54 @@ static inline void report_free(Report* report) {
     report->step_ms = report->exposed_ms = NULL;
 }
 
-/* Writes DIR/summary.json (whole or not at all) and closes main.log. peak_bytes: the four memory points. */
-static inline ZeroResult report_close(Report* report, int ranks, long long steps, uint64_t skipped,
-                                      const ParamsDigest* digest, const size_t* peak_bytes,
-                                      size_t state_bytes) {
-    const Options* o = report->options;
+typedef struct Summary {
+    int ranks;
+    long long steps;
+    uint64_t skipped;
+    const ParamsDigest* digest;
+    const size_t* peak_bytes; /* the four memory points */
+    size_t state_bytes;
+} Summary;
+
+static inline void report_write_summary(const Report* report, FILE* file, const Summary* s) {
+    fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n",
+            s->ranks, report->options->stage, s->steps, (unsigned long long)s->skipped);
+    report_number(file, "loss", report->loss, 9);
+    report_number(file, "norm", report->norm, 9);
+    report_number(file, "params_sum", s->digest->sum, 17);
+    fprintf(file, "  \"params_hash\": \"%016llx\",\n", (unsigned long long)s->digest->hash);
+    fprintf(file, "  \"run_hash\": \"%016llx\",\n", (unsigned long long)s->digest->run);
+    fprintf(file, "  \"peak_mb\": [");
+    for (int i = 0; i < 4; i++)
+        fprintf(file, "%s%s", i ? ", " : "", zero_number_fixed(1e-6 * (double)s->peak_bytes[i], 6).text);
+    fprintf(file, "],\n  \"optimizer_state_mb\": %s,\n",
+            zero_number_fixed(1e-6 * (double)s->state_bytes, 6).text);
+    fprintf(file, "  \"step_ms\": %s,\n",
+            zero_number_fixed(report_median(report->step_ms, report->count), 3).text);
+    fprintf(file, "  \"exposed_ms\": %s\n}\n",
+            zero_number_fixed(report_median(report->exposed_ms, report->count), 3).text);
+}
+
+/* Writes DIR/summary.json (whole or not at all, and still there after a crash) and closes main.log. */
+static inline ZeroResult report_close(Report* report, const Summary* summary) {
+    const char* place = report_place(report);
     char path[4096], temporary[4096];
-    FILE* file = NULL;
-    int failed = 0;
-    if (report->log) {
-        failed = ferror(report->log) | fclose(report->log);
-        snprintf(path, sizeof(path), "%s/summary.json", o->directory);
-        snprintf(temporary, sizeof(temporary), "%s/summary.json.tmp", o->directory);
-        file = failed ? NULL : fopen(temporary, "w");
-    }
-    if (file) {
-        fprintf(file, "{\n  \"ranks\": %d,\n  \"stage\": %lld,\n  \"steps\": %lld,\n  \"skipped\": %llu,\n",
-                ranks, o->stage, steps, (unsigned long long)skipped);
-        report_number(file, "loss", report->loss);
-        report_number(file, "norm", report->norm);
-        fprintf(file,
-                digest->sum - digest->sum == 0.0 ? "  \"params_sum\": %.17g,\n" : "  \"params_sum\": null,\n",
-                digest->sum);
-        fprintf(file, "  \"params_hash\": \"%016llx\",\n", (unsigned long long)digest->hash);
-        fprintf(file, "  \"run_hash\": \"%016llx\",\n", (unsigned long long)digest->run);
-        fprintf(file, "  \"peak_mb\": [%.6f, %.6f, %.6f, %.6f],\n", 1e-6 * (double)peak_bytes[0],
-                1e-6 * (double)peak_bytes[1], 1e-6 * (double)peak_bytes[2], 1e-6 * (double)peak_bytes[3]);
-        fprintf(file, "  \"optimizer_state_mb\": %.6f,\n", 1e-6 * (double)state_bytes);
-        fprintf(file, "  \"step_ms\": %.3f,\n", report_median(report->step_ms, report->count));
-        fprintf(file, "  \"exposed_ms\": %.3f\n}\n", report_median(report->exposed_ms, report->count));
-        failed = ferror(file) | fclose(file);
-        failed |= !failed && rename(temporary, path) != 0;
-    } else if (report->log) {
-        failed = 1;
-    }
+    if (!report->log) return zero_ok();
+    ZeroResult result = report_sync(report);
+    int failed = ferror(report->log) | fclose(report->log);
     report->log = NULL;
-    if (failed)
-        return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s", o->directory,
-                          strerror(errno));
-    return zero_ok();
+    ZERO_TRY(result);
+    snprintf(path, sizeof(path), "%s/summary.json", place);
+    snprintf(temporary, sizeof(temporary), "%s/summary.json.tmp", place);
+    FILE* file = failed ? NULL : fopen(temporary, "w");
+    failed = !file;
+    if (file) {
+        report_write_summary(report, file, summary);
+        failed = fflush(file) != 0 || (fsync(fileno(file)) != 0 && errno != EINVAL);
+        failed |= ferror(file) | fclose(file);
+        failed = failed || rename(temporary, path) != 0 || folder_sync(place) != 0;
+    }
+    if (!failed) return zero_ok();
+    return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s",
+                      report->options->directory, strerror(errno));
 }
