@@ -173,7 +173,7 @@ def test_what_a_run_leaves_is_synced(shim, tmp_path):
     for path in (tmp_path / "a", top):
         at = calls.index(f"mkdir {path}")
         assert calls[at + 1] == f"fsync {path.parent}"
-    named = next(i for i, call in enumerate(calls) if call.startswith(f"rename {path_of(top, 2)}.tmp"))
+    named = next(i for i, call in enumerate(calls) if re.match(r"rename \S+\.safetensors\.tmp ", call))
     assert f"fsync {path_of(top, 2)}.tmp" in calls[calls.index(f"fsync {top}/main.log"):named]
     at = next(i for i, call in enumerate(calls) if re.fullmatch(r"rename \S+/summary.json.tmp \S+/summary.json", call))
     assert calls[at - 1] == f"fsync {top}/summary.json.tmp" and calls[at + 1:] == [f"fsync {top}"]
