@@ -1,4 +1,4 @@
-"""-R ordered: the number of ranks does not change a bit, of the log, the parameters, m, v and masters (run_hash)."""
+"""-R ordered: the number of ranks does not change a bit, of the log, the parameters, m, v and masters (run_hash), and the file."""
 
 import itertools
 
@@ -9,6 +9,7 @@ from conftest import LONG, run, slow
 from train_lines import STREAM_MODES, check_ok, run_lines
 
 BASE = "-I split -b 4 -d 48 -L 3 -C 67 -x 6 -l 3e-3 -R ordered -G 0.15"   # 12 micro-batches: 5 ranks do not divide them
+SAVES = "-n 4"   # checkpoints of steps 4 and 6
 POISON = "POISON=48,148,256"   # steps 2, 4 and 6 see a micro-batch that is not finite: first, in the middle, last of a round
 KINDS = ["-P fp32", "-P bf16", "-P bf16 -w 0", "-U adamw -c 0.1 -P bf16", "-U sgd -l 0.05", "-U sgd -M 0 -l 0.05 -P bf16"]
 PLANS = [f"-z {z} -K {k} -O {o}" for z, k, o in itertools.product(range(4), ("0", "unit", "0.01"), (0, 1))]
@@ -26,11 +27,13 @@ def runs(lines_of, ranks, folder):
 def alone(tmp_path_factory):
     """Each kind on one rank, in stage 0."""
     folder = tmp_path_factory.mktemp("alone")
-    found = runs({kind: f"{POISON} {BASE} {kind} -z 0" for kind in KINDS}, 1, folder)
+    found = runs({kind: f"{POISON} {BASE} {SAVES} {kind} -z 0" for kind in KINDS}, 1, folder)
     for outcome in found.values():
         assert outcome.summary["skipped"] == 3 and outcome.log.count("\n") == 6
         assert outcome.log.count("norm:inf") == 3 and min(x for x in outcome.column("norm")) > 0.15, outcome.log
+        assert len(outcome.files) == 2
     assert len({outcome.bits() for outcome in found.values()}) == len(KINDS)
+    assert len({file for outcome in found.values() for file in outcome.files.values()}) == 2 * len(KINDS)
     return found
 
 
@@ -38,10 +41,11 @@ def alone(tmp_path_factory):
 def test_one_run_at_any_number_of_ranks(ranks, alone, tmp_path):
     """Stages, buckets, overlap, types, optimizers, clip active, steps skipped on some of the ranks."""
     plans = PLANS if ranks in (2, 5) else PLANS[ranks % 2::2]
-    lines = {(kind, plan): f"{POISON} {BASE} {kind} {plan}" for kind in KINDS[:3] for plan in plans}
-    lines.update({(kind, plan): f"{POISON} {BASE} {kind} {plan}" for kind in KINDS[3:] for plan in PLANS[1::5]})
+    lines = {(kind, plan): f"{POISON} {BASE} {SAVES} {kind} {plan}" for kind in KINDS[:3] for plan in plans}
+    lines.update({(kind, plan): f"{POISON} {BASE} {SAVES} {kind} {plan}" for kind in KINDS[3:] for plan in PLANS[1::5]})
     for (kind, plan), outcome in runs(lines, ranks, tmp_path).items():
         assert outcome.bits() == alone[kind].bits(), f"{kind} {plan}: {outcome.log} {alone[kind].log}"
+        assert outcome.files == alone[kind].files, f"{kind} {plan}"
 
 
 @pytest.mark.parametrize("ranks", [2, 5, pytest.param(3, marks=slow)])

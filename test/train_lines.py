@@ -1,5 +1,6 @@
 """Runs many train_mlp command lines with one start of the ranks (test/train_program.cu)."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ class Outcome:
         self.error = error
         self.log = (folder / "main.log").read_text() if error is None else None
         self.summary = json.loads((folder / "summary.json").read_text()) if error is None else None
+        self.files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                      for path in folder.glob("step_*.safetensors")} if error is None else None
 
     def bits(self):
         """Everything that must be equal between two runs that are the same to the bit."""
