@@ -233,10 +233,13 @@ def test_ranks_that_meet_in_a_folder_train_the_same(tmp_path):
     assert list((tmp_path / "ranks").iterdir()) == [], "the folder is clean again"
 
 
+@pytest.mark.parametrize("death", ["reported", "silent"])
 @pytest.mark.parametrize("stage, streams", [("1", "eager"), ("2", "lazy"), ("3", "eager"), ("3", "lazy"), ("3", "threads")])
-def test_a_killed_rank_ends_the_others(tmp_path, stage, streams):
-    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words that say why."""
-    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000", "-z", stage], {"CUDA_CPU_STREAMS": streams})
+def test_a_killed_rank_ends_the_others(tmp_path, stage, streams, death):
+    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words that say why, whether or
+    not NCCL notices."""
+    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000", "-z", stage],
+                                  {"CUDA_CPU_STREAMS": streams, "CUDA_CPU_NCCL_DEATH": death})
     for line in processes[0].stdout:
         if line.startswith("step 5/"):
             break
