@@ -687,9 +687,8 @@ static int plan_next_ranks(int ranks, int ranks_now) {
 static void print_plan_head(const Options* o) {
     printf(
         "MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; outside: assumed for CUDA's context (%g) "
-        "and, "
-        "at 2 ranks and more, NCCL's buffers (%g); total: with it and activations of -b %lld; largest: the "
-        "most layers that %g MB hold\n",
+        "and, at 2 ranks and more, NCCL's buffers (%g); total: with it and activations of -b %lld; "
+        "largest: the most layers that %g MB hold\n",
         o->layers, o->width, o->width, zero_dtype_name((ZeroDtype)o->dtype), CONTEXT_MB, NCCL_MB, o->batch,
         o->device_mb);
     printf("%5s %6s %11s %11s %11s %11s %8s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
