@@ -45,16 +45,19 @@ static void* row_at(const Mlp* mlp, void* rows, size_t index) {
     return (char*)rows + index * mlp->row_stride * zero_dtype_bytes(mlp->dtype);
 }
 
+// names: NULL where nobody reads them (--plan makes many layouts)
 static ZeroResult mlp_layout(ZeroLayout* layout, const Options* o, int ranks, char (*names)[24]) {
     const size_t width = (size_t)o->width;
     ZeroLayoutConfig config = zero_layout_config(ranks, (ZeroDtype)o->dtype);
     ZeroSegment* segments = (ZeroSegment*)calloc(2 * (size_t)o->layers, sizeof(ZeroSegment));
     if (!segments) return zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
     for (int l = 0; l < o->layers; l++) {
-        snprintf(names[2 * l], sizeof(names[0]), "%d.weight", l);
-        snprintf(names[2 * l + 1], sizeof(names[0]), "%d.bias", l);
-        segments[2 * l] = zero_segment(names[2 * l], width * width, l);
-        segments[2 * l + 1] = zero_segment(names[2 * l + 1], width, l);
+        if (names) {
+            snprintf(names[2 * l], sizeof(names[0]), "%d.weight", l);
+            snprintf(names[2 * l + 1], sizeof(names[0]), "%d.bias", l);
+        }
+        segments[2 * l] = zero_segment(names ? names[2 * l] : NULL, width * width, l);
+        segments[2 * l + 1] = zero_segment(names ? names[2 * l + 1] : NULL, width, l);
     }
     config.units_apart = o->bucket_unit || o->stage >= 2;
     config.bucket_bytes = (size_t)(o->bucket_mb * 1e6);
@@ -102,6 +105,12 @@ static ZeroConfig mlp_config(const Options* o) {
     return c;
 }
 
+// What a rank needs beside what it asks for, as --plan assumes: CUDA's context, with the code of all libraries, on a
+// data-centre GPU; and NCCL's buffers at 2 ranks and more, with the many channels of NVLink (544 MB at 2 ranks, 688 MB at
+// 4 were counted on A100s, https://github.com/NVIDIA/nccl/issues/964). NCCL_MAX_NCHANNELS and NCCL_BUFFSIZE make it less.
+static const double CONTEXT_MB = 500.0, NCCL_MB = 700.0;
+static double outside_bytes(int ranks) { return 1e6 * (CONTEXT_MB + (ranks > 1 ? NCCL_MB : 0.0)); }
+
 // Bytes that this rank will ask for, before anything is allocated.
 static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
     const ZeroConfig config = mlp_config(mlp->options);
@@ -110,7 +119,8 @@ static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
 }
 
 // Refuses what cannot fit before anything is allocated. Collective, because ranks may share a device: what they want is
-// added up, and all of them get the same answer.
+// added up, and all of them get the same answer. CUDA's context is there by now, and so is what NCCL takes at start-up. What
+// it takes at the first collective is not counted: a run is not refused for an assumption.
 static ZeroResult mlp_check_memory(const Mlp* mlp) {
     typedef struct Wish {
         char host[72], uuid[16];
@@ -630,28 +640,26 @@ static ZeroResult train(ZeroWorld* world, const Options* o, int* fatal) {
     return result;
 }
 
-// Bytes of rank 0 with so many layers, activations included; the plan alone goes to *plan.
-static ZeroResult plan_layers(const Options* given, long long layers, int ranks, ZeroPlan* plan,
-                              double* bytes) {
+// Bytes of rank 0 with so many layers, with activations and what lies outside; the plan alone goes to *plan.
+static ZeroResult plan_layers(const Options* given, long long layers, int ranks, char (*names)[24],
+                              ZeroPlan* plan, double* bytes) {
     Options o = *given;
     Mlp mlp;
     o.layers = layers;
     memset(&mlp, 0, sizeof(mlp));
     mlp_sizes(&mlp, &o, ranks);
-    char(*names)[24] = (char(*)[24])calloc(2 * (size_t)layers, sizeof(names[0]));
-    ZeroResult result = names ? mlp_layout(&mlp.layout, &o, ranks, names)
-                              : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", layers);
+    ZeroResult result = mlp_layout(&mlp.layout, &o, ranks, names);
     if (result.code == ZERO_OK) result = mlp_plan(&mlp, 0, plan);
-    if (result.code == ZERO_OK) *bytes = (double)zero_plan_total(plan) + (double)activation_bytes(&mlp);
+    if (result.code == ZERO_OK)
+        *bytes = (double)zero_plan_total(plan) + (double)activation_bytes(&mlp) + outside_bytes(ranks);
     zero_layout_free(&mlp.layout);
-    free(names);
     return result;
 }
 
 // Whether so many layers fit. What cannot be laid out at all (too many buckets, too many elements) does not.
 static ZeroResult plan_fits(const Options* o, int ranks, long long layers, int* fits, double* bytes) {
     ZeroPlan plan;
-    ZeroResult result = plan_layers(o, layers, ranks, &plan, bytes);
+    ZeroResult result = plan_layers(o, layers, ranks, NULL, &plan, bytes);
     *fits = result.code == ZERO_OK && *bytes <= 1e6 * o->device_mb;
     return result.code == ZERO_ERROR_ARGUMENT ? zero_ok() : result;
 }
@@ -709,14 +717,28 @@ static int plan_next_ranks(int ranks, int ranks_now) {
     return ranks < ranks_now && ranks_now < power ? ranks_now : power;
 }
 
-// --plan: what each rank would hold, for stages and numbers of ranks.
-static ZeroResult print_plan(const Options* given, int ranks_now) {
+static void print_plan_head(const Options* o) {
+    printf(
+        "MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; outside: assumed for CUDA's context (%g) "
+        "and, at 2 ranks and more, NCCL's buffers (%g); total: with it and activations of -b %lld; "
+        "largest: the most layers that %g MB hold\n",
+        o->layers, o->width, o->width, zero_dtype_name((ZeroDtype)o->dtype), CONTEXT_MB, NCCL_MB, o->batch,
+        o->device_mb);
+    printf("%5s %6s %11s %11s %11s %11s %8s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
+           "scratch", "outside", "total", "largest -L");
+}
+
+static void print_plan_row(int stage, int ranks, const ZeroPlan* plan, double bytes, long long largest) {
+    printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %8.0f %11.3f %10lld", stage, ranks,
+           1e-6 * (double)plan->params_bytes, 1e-6 * (double)plan->grads_bytes,
+           1e-6 * (double)plan->state_bytes, 1e-6 * (double)plan->scratch_bytes, 1e-6 * outside_bytes(ranks),
+           1e-6 * bytes, largest);
+}
+
+// --plan: what each rank would hold, for stages and numbers of ranks. names: room for those of all segments.
+static ZeroResult print_plan(const Options* given, int ranks_now, char (*names)[24]) {
     Options o = *given;
-    printf("MB (1e6 bytes) on rank 0, %lld x Linear(%lld, %lld), %s; total: with activations of -b %lld; "
-           "largest: the most layers that %g MB hold\n",
-           o.layers, o.width, o.width, zero_dtype_name((ZeroDtype)o.dtype), o.batch, o.device_mb);
-    printf("%5s %6s %11s %11s %11s %11s %11s %10s\n", "stage", "ranks", "params", "gradients", "state",
-           "scratch", "total", "largest -L");
+    print_plan_head(&o);
     for (int stage = 0; stage <= 3; stage++)
         for (int ranks = 1; ranks <= 1024; ranks = plan_next_ranks(ranks, ranks_now)) {
             ZeroPlan plan;
@@ -725,16 +747,14 @@ static ZeroResult print_plan(const Options* given, int ranks_now) {
             o.stage = stage;
             if (o.reduction == ZERO_REDUCE_ALLREDUCE && stage > 0) o.reduction = ZERO_REDUCE_NCCL;
             ZERO_TRY(plan_largest(&o, ranks, &largest));
-            ZeroResult result = plan_layers(&o, o.layers, ranks, &plan, &bytes);
+            ZeroResult result = plan_layers(&o, o.layers, ranks, names, &plan, &bytes);
             if (result.code == ZERO_ERROR_ARGUMENT) { // of this stage and so many ranks only
                 printf("%5d %6d %s; largest -L %lld\n", stage, ranks, result.text, largest);
                 continue;
             }
             ZERO_TRY(result);
-            printf("%5d %6d %11.3f %11.3f %11.3f %11.3f %11.3f %10lld%s\n", stage, ranks,
-                   1e-6 * (double)plan.params_bytes, 1e-6 * (double)plan.grads_bytes,
-                   1e-6 * (double)plan.state_bytes, 1e-6 * (double)plan.scratch_bytes, 1e-6 * bytes, largest,
-                   stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
+            print_plan_row(stage, ranks, &plan, bytes, largest);
+            printf("%s\n", stage == given->stage && ranks == ranks_now ? "  <- this run" : "");
         }
     return zero_ok();
 }
@@ -791,8 +811,12 @@ static ZeroResult run(ZeroWorld* world, const Options* o, ZeroResult parsed, int
         ZeroResult result = zero_ok();
         if (world->rank == 0 && o->help)
             options_help(stdout);
-        else if (world->rank == 0)
-            result = print_plan(o, world->ranks);
+        else if (world->rank == 0) {
+            char(*names)[24] = (char(*)[24])calloc(2 * (size_t)o->layers, sizeof(names[0]));
+            result = names ? print_plan(o, world->ranks, names)
+                           : zero_error(ZERO_ERROR_MEMORY, "-L %lld: no host memory", o->layers);
+            free(names);
+        }
         return zero_world_agree(world, result);
     }
     ZeroResult result = name_start_flags(zero_world_device(world), o);

@@ -11,7 +11,8 @@
 
        zero_check_settings(&z, 0);   // at the start: will all ranks make the same calls?
 
-   defines: zero_check_replicas, zero_run_hash, zero_check_settings, zero_exchange_words, zero_find_odd_rank
+   defines: zero_check_replicas, zero_run_hash, zero_check_settings, zero_exchange_words, zero_gather_words,
+            zero_find_odd_rank
 */
 #ifndef LLMC_ZERO_REPLICAS_CUH_INCLUDED
 #define LLMC_ZERO_REPLICAS_CUH_INCLUDED
@@ -19,6 +20,7 @@
 #include "optimizer.cuh"
 
 #define ZERO_HASH_BLOCKS_MAX 512
+#define ZERO_GATHER_BYTES ((size_t)4 << 20) /* of all ranks, at a time */
 
 /* An element counts as the 32 bits of its value in fp32. hash is added to. */
 template <typename Bits>
@@ -63,6 +65,47 @@ static inline ZeroResult zero_exchange_words(ZeroOptimizer* z, const uint64_t* o
     ZERO_TRY(zero_comm_share_words(&z->comm, z->rank_words, 2, 1));
     ZERO_TRY(zero_comm_drain(&z->comm));
     ZERO_TRY_CUDA(cudaMemcpy(all, z->rank_words, bytes * (size_t)z->ranks, cudaMemcpyDeviceToHost));
+    return zero_ok();
+}
+
+/* Room on the device for `count` words of each rank, on all ranks or on none: NULL, if one has no memory for it. */
+static inline ZeroResult zero_gather_room(ZeroOptimizer* z, size_t count, uint64_t** room, uint64_t* all) {
+    const size_t bytes = sizeof(uint64_t) * count * (size_t)z->ranks;
+    uint64_t own[2] = {0, 0};
+    int r;
+    *room = NULL;
+    own[0] = zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a gather", bytes, (void**)room).code == ZERO_OK;
+    ZERO_TRY(zero_exchange_words(z, own, all));
+    for (r = 0; r < z->ranks; r++) own[0] &= all[2 * r];
+    if (own[0]) return zero_ok();
+    zero_device_free(z, ZERO_MEMORY_SCRATCH, bytes, *room);
+    *room = NULL;
+    return zero_ok();
+}
+
+/* `count` words of each rank, in rank order, to all ranks: all has room for ranks * count, at least for 2 a rank. Every rank
+   calls it with the same count, between two steps; the host waits. It goes in large messages, through device memory that is
+   taken for it; where a rank has none left, two words at a time. */
+static inline ZeroResult zero_gather_words(ZeroOptimizer* z, const uint64_t* own, size_t count,
+                                           uint64_t* all) {
+    const size_t ranks = (size_t)z->ranks, most = ZERO_GATHER_BYTES / sizeof(uint64_t) / ranks;
+    const size_t wanted = count < most ? count : most;
+    uint64_t* room = NULL;
+    size_t step, at, r;
+    if (wanted > 2) ZERO_TRY(zero_gather_room(z, wanted, &room, all));
+    step = room ? wanted : 2;
+    for (at = 0; at < count; at += step) {
+        const size_t some = count - at < step ? count - at : step, bytes = some * sizeof(uint64_t);
+        uint64_t* words = room ? room : z->rank_words;
+        ZERO_TRY_CUDA(cudaMemcpyAsync(words + (size_t)z->rank * some, own + at, bytes, cudaMemcpyHostToDevice,
+                                      z->comm.compute));
+        ZERO_TRY(zero_comm_share_words(&z->comm, words, some, 1));
+        ZERO_TRY(zero_comm_drain(&z->comm));
+        for (r = 0; r < ranks; r++)
+            ZERO_TRY_CUDA(cudaMemcpy(all + r * count + at, words + r * some, bytes, cudaMemcpyDeviceToHost));
+    }
+    /* not after an error: the device may never end, and freeing waits for it */
+    zero_device_free(z, ZERO_MEMORY_SCRATCH, sizeof(uint64_t) * wanted * ranks, room);
     return zero_ok();
 }
 

@@ -157,6 +157,8 @@ def test_plan_stops_before_training():
     rows = [line.split() for line in out.splitlines() if re.match(r" +[01] ", line)]
     assert [int(row[1]) for row in rows[:11]] == [2**k for k in range(11)]
     state = {(int(row[0]), int(row[1])): float(row[4]) for row in rows}
+    outside = {int(row[1]): float(row[6]) for row in rows}
+    assert outside[1] == 500 and {outside[2**k] for k in range(1, 11)} == {1200}, "CUDA's context; and NCCL's buffers"
     assert abs(state[1, 2] / state[0, 2] - 0.5) < 1e-3 and abs(state[1, 64] / state[0, 64] - 1 / 64) < 1e-3
 
 
@@ -173,7 +175,7 @@ def test_plan_of_models_that_cannot_be_laid_out():
     assert len(re.findall(r"^ +[0-3] +\d+ ", out, re.M)) == 44
     largest = next(int(line.split()[-1]) for line in out.splitlines() if re.match(r" +2 +1 ", line))
     assert largest == 65536 // 321, "a layer has 321 buckets of 49,920 bytes"
-    out = run(["./train_mlp", "--plan", "-C", "1", "-L", "65537", "--memory", "100"], ranks=1).out
+    out = run(["./train_mlp", "--plan", "-C", "1", "-L", "65537", "--memory", "1300"], ranks=1).out
     assert len(re.findall(r"^ +[0-3] +\d+ ", out, re.M)) == 44
     assert len(re.findall("65537 units apart are more than 65536 buckets", out)) == 22
 
@@ -231,10 +233,13 @@ def test_ranks_that_meet_in_a_folder_train_the_same(tmp_path):
     assert list((tmp_path / "ranks").iterdir()) == [], "the folder is clean again"
 
 
+@pytest.mark.parametrize("death", ["reported", "silent"])
 @pytest.mark.parametrize("stage, streams", [("1", "eager"), ("2", "lazy"), ("3", "eager"), ("3", "lazy"), ("3", "threads")])
-def test_a_killed_rank_ends_the_others(tmp_path, stage, streams):
-    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words that say why."""
-    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000", "-z", stage], {"CUDA_CPU_STREAMS": streams})
+def test_a_killed_rank_ends_the_others(tmp_path, stage, streams, death):
+    """Case J1, without a launcher that would do it: the survivor ends by itself, non-zero, in words that say why, whether or
+    not NCCL notices."""
+    processes = start_over_folder(tmp_path, 2, TINY + ["-x", "1000000000", "-z", stage],
+                                  {"CUDA_CPU_STREAMS": streams, "CUDA_CPU_NCCL_DEATH": death})
     for line in processes[0].stdout:
         if line.startswith("step 5/"):
             break

@@ -421,6 +421,39 @@ TEST(Optimizer, ReplicasAreCompared) {
             }
 }
 
+#ifdef CUDA_CPU
+namespace cuda_cpu {
+void reload_options(); /* dev/cpu/internal.h: the environment is read again */
+}
+static void next_malloc_fails() {
+    setenv("CUDA_CPU_FAIL", "cudaMalloc:1", 1);
+    cuda_cpu::reload_options();
+    unsetenv("CUDA_CPU_FAIL");
+}
+#else
+static void next_malloc_fails() {}
+#endif
+
+/* In one message, in several, and two words at a time where one rank has no device memory left. */
+TEST(Optimizer, WordsOfAllRanksAreGathered) {
+    Model m(sgd(1), ZERO_FP32, {10}, 0, 0);
+    OK(m.result);
+    const size_t ranks = (size_t)world.ranks, most = ZERO_GATHER_BYTES / sizeof(uint64_t) / ranks;
+    for (int fails = 0; fails <= 1; fails++)
+        for (size_t count : {(size_t)1, (size_t)2, (size_t)3, (size_t)1001, most, 2 * most + 5}) {
+            std::vector<uint64_t> own(count), all(std::max(count, (size_t)2) * ranks);
+            const size_t before = m.memory.held_bytes[ZERO_MEMORY_SCRATCH];
+            if (fails && count > 1001) continue;
+            if (fails && count > 2 && world.rank == world.ranks - 1) next_malloc_fails();
+            for (size_t i = 0; i < count; i++) own[i] = zero_mix(i * ranks + (size_t)world.rank);
+            OK(zero_gather_words(&m.z, own.data(), count, all.data()));
+            for (size_t r = 0; r < ranks; r++)
+                for (size_t i = 0; i < count; i++)
+                    ASSERT_EQ(all[r * count + i], zero_mix(i * ranks + r)) << "rank " << r << " word " << i;
+            EXPECT_EQ(m.memory.held_bytes[ZERO_MEMORY_SCRATCH], before);
+        }
+}
+
 TEST(Optimizer, LossesAreAddedUpOverRanksAndMicroSteps) {
     ZeroReport report;
     double mine = world.rank == 0 ? 1e17 : world.rank == world.ranks - 1 ? -1e17 : 0.125, *device;

@@ -258,16 +258,16 @@ def test_nccl_error_reaches_all_ranks(tmp_path):
         assert code == 1 and err.startswith("rank 0: ncclGetUniqueId: ")
 
 
-@pytest.mark.parametrize("action", ["loop", "stuck"])
-def test_kill_during_wait(action, tmp_path):
+@pytest.mark.parametrize("action, death", [("loop", "reported"), ("loop", "silent"), ("stuck", "reported")])
+def test_kill_during_wait(action, death, tmp_path):
     """J1, in a folder: the survivor ends, and long before its time limit, whether or not NCCL sees the dead peer."""
-    ranks = [Rank(tmp_path, 2, rank, action) for rank in (0, 1)]
+    ranks = [Rank(tmp_path, 2, rank, action, CUDA_CPU_NCCL_DEATH=death) for rank in (0, 1)]
     for rank in ranks:
         rank.wait_for_line()
     ranks[1].process.kill()
     code, _, err = ranks[0].end()
     assert code not in (0, None) and err
-    assert action == "loop" or err == "rank 1 has died or left without a word"
+    assert (action, death) == ("loop", "reported") or err == "rank 1 has died or left without a word"
     ranks[1].end()
 
 

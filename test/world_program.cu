@@ -56,21 +56,23 @@ static ZeroResult fail_some(ZeroWorld* world, const char* who) {
 
 #ifndef ZERO_NO_NCCL
 static ZeroResult all_reduce(ZeroWorld* world, int times) {
-    float value = (float)(world->rank + 1), sum = 0;
-    float* data;
+    float value = (float)(world->rank + 1);
+    float *data, *sum; // pinned: a copy to other memory waits inside CUDA, where nobody looks at the peers
     cudaStream_t stream;
     ZERO_TRY_CUDA(cudaStreamCreate(&stream));
     ZERO_TRY_CUDA(cudaMalloc((void**)&data, 2 * sizeof(float)));
+    ZERO_TRY_CUDA(cudaMallocHost((void**)&sum, sizeof(*sum)));
     for (int i = 0; i < times; i++) {
         ZERO_TRY_CUDA(cudaMemcpyAsync(data, &value, sizeof(value), cudaMemcpyHostToDevice, stream));
         ZERO_TRY_NCCL(ncclAllReduce(data, data + 1, 1, ncclFloat32, ncclSum, world->comm, stream));
-        ZERO_TRY_CUDA(cudaMemcpyAsync(&sum, data + 1, sizeof(sum), cudaMemcpyDeviceToHost, stream));
+        ZERO_TRY_CUDA(cudaMemcpyAsync(sum, data + 1, sizeof(*sum), cudaMemcpyDeviceToHost, stream));
         ZERO_TRY(zero_world_wait(world, stream));
-        if (sum != (float)(world->ranks * (world->ranks + 1) / 2)) return wrong(__LINE__);
+        if (*sum != (float)(world->ranks * (world->ranks + 1) / 2)) return wrong(__LINE__);
         if (i == 20) fprintf(stderr, "running %d\n", (int)getpid());
         if (i > 20) usleep(1000);
     }
     ZERO_TRY_CUDA(cudaFree(data));
+    ZERO_TRY_CUDA(cudaFreeHost(sum));
     ZERO_TRY_CUDA(cudaStreamDestroy(stream));
     return zero_ok();
 }

@@ -27,6 +27,7 @@ struct Options {
     int devices;         // as CUDA_VISIBLE_DEVICES leaves them
     size_t stack_bytes;
     double timeout_s;
+    bool silent_deaths;  // of peers
     bool plain_products; // matrix products by a plain loop
 };
 const Options& options();

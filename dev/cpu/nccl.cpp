@@ -4,6 +4,7 @@
      CUDA_CPU_NCCL=ring|exact     rounded at each hop of a ring (default), or summed in fp32 and rounded once
      CUDA_CPU_NCCL_RING=2,0,1,3   the ranks in the order of the ring (default 0, 1, 2, ...)
      CUDA_CPU_TIMEOUT=seconds     how long a rank waits for a peer (60)
+     CUDA_CPU_NCCL_DEATH=silent   it waits for ever and says nothing, as NCCL inside a node (reported)
      NCCL_DEBUG=WARN              prints every error text, as NCCL does
 
    A bad argument is returned (ncclInvalidArgument), with words in ncclGetLastError. What a GPU would punish
@@ -69,11 +70,11 @@ ncclResult_t init(const char* name, ncclComm_t* comm, int ranks, const ncclUniqu
 
 bool bad_config(const ncclConfig_t* config) { return config && config->magic != 0xcafebeefu; }
 
-/* Ends a handle. Work that has not run keeps the World alive. */
+/* Ends a handle, unless another thread has done so. Work that has not run keeps the World alive. */
 void release(ncclComm* comm) {
     {
         std::lock_guard<std::mutex> lock(comms_mutex);
-        comms.erase(comm);
+        if (!comms.erase(comm)) return;
     }
     WorldRef w = comm->world;
     w->control->slots[w->rank].left.store(1);
@@ -186,7 +187,11 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
     FAIL_ON_ORDER("ncclCommAbort");
     if (!comm) return ncclSuccess;
     if (!living(comm)) return bad_comm("ncclCommAbort", comm);
-    world_fail(*comm->world, ncclRemoteError, "rank %d called ncclCommAbort", comm->world->rank);
+    WorldRef w = comm->world;
+    if (cuda_cpu::silent_deaths()) // the others do not hear of it
+        w->aborted.store(true), world_ring(w->control);
+    else
+        world_fail(*w, ncclRemoteError, "rank %d called ncclCommAbort", w->rank);
     release(comm); // waits for nothing
     return ncclSuccess;
 }

@@ -44,6 +44,7 @@ ncclResult_t failed(ncclResult_t result, const char* format, ...) {
 }
 
 ncclResult_t world_error(World& w) {
+    if (w.aborted.load()) return failed(ncclRemoteError, "rank %d called ncclCommAbort", w.rank);
     ncclResult_t result = ncclSuccess;
     std::string text;
     return world_failed(w, &result, &text) ? failed(result, "%s", text.c_str()) : ncclSuccess;
@@ -62,10 +63,11 @@ cudaError_t run_list(const WorldRef& w, const std::vector<Call>& calls) {
     for (const Call& c : calls) {
         if (c.kind == SEND || c.kind == RECV)
             messages.push_back(c);
-        else if (error == cudaSuccess)
+        else if (error == cudaSuccess && !w->aborted.load())
             error = run_collective(*w, c);
     }
-    if (error == cudaSuccess && !messages.empty()) error = run_messages(*w, messages);
+    if (error == cudaSuccess && !messages.empty() && !w->aborted.load()) error = run_messages(*w, messages);
+    if (w->aborted.load()) error = cudaSuccess; // a kernel that is told to stop ends like any other
     w->pending.fetch_sub(1);
     return error;
 }

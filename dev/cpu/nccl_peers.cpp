@@ -2,7 +2,8 @@
 
    Waiting: a few turns of sched_yield, then sleep on one futex word for all ("the bell"), at most 50 ms at
    a time, since there may be more ranks than cores. A rank that is missing is looked up in /proc after each
-   such sleep: gone, a zombie, or another process under its number means dead.
+   such sleep: gone, a zombie, or another process under its number means dead. CUDA_CPU_NCCL_DEATH=silent: nobody
+   looks, as inside a node NCCL's kernels do not, and the wait goes on until this rank aborts.
 */
 #include "nccl_world.h"
 #include <errno.h>
@@ -85,6 +86,20 @@ const char* map_heap(const Slot& s, std::string* text) {
     return base = (const char*)p;
 }
 
+/* Says that work spins once it has waited longer than a peer that lives mostly takes, and takes it back. */
+class Spin {
+  public:
+    void waited(double seconds) {
+        if (!said && seconds > 0.25) work_spins(said = true);
+    }
+    ~Spin() {
+        if (said) work_spins(false);
+    }
+
+  private:
+    bool said = false;
+};
+
 bool sleep_on(Control* c, uint32_t bell) // true: 50 ms went by
 {
     struct timespec t = {0, 50 * 1000 * 1000};
@@ -158,12 +173,13 @@ bool world_wait(World& w, const char* what, const std::function<bool(int)>& lack
     Control* c = w.control;
     const int spins = w.ranks <= cores ? 2000 : 0, yields = spins + 20;
     double start = now(), looked = start;
+    Spin spin;
     for (int turn = 0;; turn++) {
         uint32_t bell = c->bell.load();
         bool all = true;
         for (int r = 0; r < w.ranks && all; r++) all = !lacks(r);
         if (all) return true; // even if the communicator has failed since: what we wait for is there
-        if (c->failure.load() == 2) return false;
+        if (c->failure.load() == 2 || w.aborted.load()) return false;
         if (turn < spins) continue;
         if (turn < yields) {
             sched_yield();
@@ -173,7 +189,10 @@ bool world_wait(World& w, const char* what, const std::function<bool(int)>& lack
         double t = now();
         if (slept || t - looked > 0.05) {
             looked = t;
-            if (give_up(w, what, lacks, t - start)) return false;
+            if (silent_deaths())
+                spin.waited(t - start);
+            else if (give_up(w, what, lacks, t - start))
+                return false;
         }
     }
 }
@@ -191,6 +210,10 @@ const char* world_memory(World& w, int rank, uint64_t offset) {
         std::string text;
         w.peer_base[rank] = map_heap(w.control->slots[rank], &text);
         if (!w.peer_base[rank]) {
+            if (silent_deaths()) { // it has died since
+                world_wait(w, "device memory of a peer", [rank](int r) { return r == rank; });
+                return nullptr;
+            }
             world_fail(w, ncclSystemError, "rank %d: device memory of rank %d: %s", w.rank, rank,
                        text.c_str());
             return nullptr;

@@ -98,6 +98,7 @@ struct World {
     uint32_t meetings = 0;                 // our own count, ahead of nobody's
     const char* peer_base[MAX_RANKS] = {}; // peers' heaps, mapped at first use
     std::atomic<int> pending{0};           // work items not yet run
+    std::atomic<bool> aborted{false};      // by ncclCommAbort, on this rank
     cudaStream_t last_stream = nullptr;
     bool any_stream = false;
     ~World();
@@ -118,7 +119,8 @@ ncclResult_t world_create(ncclUniqueId* id, std::string* text);
 ncclResult_t world_join(const ncclUniqueId& id, int ranks, int rank, WorldRef* out, std::string* text);
 
 /* Waits until lacks(r) is false for every rank r. False: the communicator has failed (dead peer, peer that
-   left, time limit, abort), and its failure text says why. `what` is what we are in, for that text. */
+   left, time limit, abort), and its failure text says why. `what` is what we are in, for that text. If deaths
+   are silent, only our own abort and another rank's error end the wait. */
 bool world_wait(World& w, const char* what, const std::function<bool(int)>& lacks);
 
 /* Arrives at the next meeting of all ranks and waits for the others. False as above. */

@@ -124,6 +124,10 @@ static void read_options() {
     o.devices = visible_devices((int)number_from("CUDA_CPU_DEVICES", 64, 0));
     o.stack_bytes = (size_t)number_from("CUDA_CPU_STACK", default_stack, 16384);
     o.timeout_s = (double)number_from("CUDA_CPU_TIMEOUT", 60, 1);
+    const char* death = text_from("CUDA_CPU_NCCL_DEATH", "reported");
+    o.silent_deaths = !strcmp(death, "silent");
+    if (!o.silent_deaths && strcmp(death, "reported"))
+        fatal("CUDA_CPU_NCCL_DEATH=%s: reported or silent is needed", death);
     const char* blas = text_from("CUDA_CPU_BLAS", "openblas");
     o.plain_products = !strcmp(blas, "loop");
     if (!o.plain_products && strcmp(blas, "openblas"))
@@ -145,6 +149,7 @@ void reload_options() {
 }
 
 double timeout_seconds() { return options().timeout_s; }
+bool silent_deaths() { return options().silent_deaths; }
 
 bool fail_now(const char* name) {
     const Options& o = options();

@@ -42,4 +42,11 @@ bool fail_now(const char* name);
 /* CUDA_CPU_TIMEOUT: seconds after which a collective gives up on a peer (default 60). */
 double timeout_seconds();
 
+/* CUDA_CPU_NCCL_DEATH=silent: a collective whose peer does not come spins for ever and tells nobody. */
+bool silent_deaths();
+
+/* Said by work on a stream, true and later false: it waits for another process, perhaps for ever. Meanwhile calls
+   that enqueue do not wait for what they enqueue, in no mode. */
+void work_spins(bool spins);
+
 } // namespace cuda_cpu

@@ -5,6 +5,10 @@
    rush:ID  lazy, but what is enqueued on stream ID runs at once, after what it depends on and nothing else
   threads  a worker thread for each stream, from its first operation on: streams run at the same time
 
+   With CUDA_CPU_NCCL_DEATH=silent a collective may never end, and the host must get on as on a GPU. So all modes
+   have workers then; the mode says up to where a worker may run (`allowed`), and the call that says so waits for
+   it, but not while some work spins for a peer. LAUNCH_QUEUE operations may wait in a stream; then the call blocks.
+
    Invariants: (1) a stream's operations run in order; `done` counts those that have run. (2) An operation
    depends only on operations enqueued before it: on its predecessors, on the record that a wait saw when
    it was made, and (legacy default stream) on the counts in `after`. So forcing a dependency ends. (3) The
@@ -35,7 +39,13 @@ static int next_id = 1;
 
 static int workers; // threads mode: that run in process workers_of
 static pid_t workers_of;
-static bool ending; // workers run nothing more
+static bool ending;  // workers run nothing more
+static int spinning; // works of this process that wait for a peer: work_spins
+static thread_local bool on_worker;
+
+static const uint64_t LAUNCH_QUEUE = 1024; // about as CUDA
+
+static bool with_workers() { return options().streams == STREAMS_THREADS || options().silent_deaths; }
 
 static double now_ms() {
     struct timespec now;
@@ -91,11 +101,32 @@ static void run_first(Hold& hold, const StreamRef& stream) {
     changed.notify_all();
 }
 
+/* Lets the stream's worker, which it starts if there is none in this process, run up to a count. */
+static void allow(const StreamRef& stream, uint64_t count) {
+    if (stream->worker_of != getpid()) start_worker(stream);
+    if (stream->allowed < count) stream->allowed = count;
+    changed.notify_all();
+}
+
+/* Runs the stream up to a count, but does not wait while some work spins for a peer. */
+static void run_unless_spinning(Hold& hold, const StreamRef& stream, uint64_t count) {
+    if (!with_workers()) return run_until(hold, stream, count);
+    allow(stream, count);
+    while (stream->done < count && !ending && !spinning) changed.wait(hold);
+}
+
+void work_spins(bool spins) {
+    if (!on_worker) return; // a host thread: it is in no stream's way
+    Hold hold(stream_lock);
+    spinning += spins ? 1 : -1;
+    changed.notify_all();
+}
+
 void run_until(Hold& hold, const StreamRef& stream, uint64_t count) {
-    const bool threads = options().streams == STREAMS_THREADS;
+    const bool workers_run = with_workers();
+    if (workers_run && stream->done < count) allow(stream, count);
     while (stream->done < count && !ending) {
-        if (threads && stream->worker_of != getpid()) start_worker(stream); // forked since
-        if (!stream->busy && !threads) {
+        if (!stream->busy && !workers_run) {
             run_first(hold, stream);
         } else {
             if (stream->busy && pthread_equal(stream->runner, pthread_self()))
@@ -110,10 +141,11 @@ static void* work(void* argument) {
     StreamRef stream = *(StreamRef*)argument;
     delete (StreamRef*)argument;
     Hold hold(stream_lock);
+    on_worker = true;
     while (!ending) {
-        if (!stream->queue.empty())
+        if (!stream->queue.empty() && stream->done < stream->allowed)
             run_first(hold, stream);
-        else if (stream->destroyed)
+        else if (stream->queue.empty() && stream->destroyed)
             break;
         else
             changed.wait(hold);
@@ -129,7 +161,7 @@ static void* work(void* argument) {
 static void start_worker(const StreamRef& stream) {
     pthread_t thread;
     const pid_t self = getpid();
-    if (workers_of != self) workers = 0, workers_of = self;
+    if (workers_of != self) workers = spinning = 0, workers_of = self;
     if (stream->busy) fatal("stream %d was at work when this process was forked", stream->id);
     stream->worker_of = self;
     int error = pthread_create(&thread, NULL, work, new StreamRef(stream));
@@ -138,13 +170,16 @@ static void start_worker(const StreamRef& stream) {
     workers++;
 }
 
-/* What has not begun never runs. Waits for what runs, at most so many seconds (0: as long as it takes). */
+/* What has not begun never runs. Waits for what runs, at most so many seconds and not for what spins (0: as long
+   as it takes). */
 static void end_workers(Hold& hold, double seconds) {
     ending = true;
     changed.notify_all();
     auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     while (workers && workers_of == getpid())
-        if (seconds == 0)
+        if (seconds != 0 && workers <= spinning)
+            return;
+        else if (seconds == 0)
             changed.wait(hold);
         else if (changed.wait_until(hold, until) == std::cv_status::timeout)
             return;
@@ -174,12 +209,10 @@ cudaError_t add(Hold& hold, const StreamRef& stream, Operation&& op) {
     stream->queue.push_back(std::move(op));
     uint64_t count = ++stream->enqueued;
     const Options& o = options();
-    if (o.streams == STREAMS_THREADS) {
-        if (stream->worker_of != getpid()) start_worker(stream);
-        changed.notify_all();
-    }
+    if (o.streams == STREAMS_THREADS) allow(stream, count);
     if (o.streams == STREAMS_EAGER || (o.streams == STREAMS_RUSH && stream->id == o.rush_id))
-        run_until(hold, stream, count);
+        run_unless_spinning(hold, stream, count);
+    if (o.silent_deaths && count > LAUNCH_QUEUE) run_until(hold, stream, count - LAUNCH_QUEUE);
     return stream->error;
 }
 
@@ -242,14 +275,14 @@ void reset_streams() {
 /* A query that runs nothing would let a host that polls wait for ever; the second one for the same point
    counts as the time that passes on a GPU, and runs up to it. */
 cudaError_t query_point(Hold& hold, const StreamRef& stream, uint64_t count, bool asked_before) {
-    if (options().streams == STREAMS_THREADS) {
-        if (stream->done < count) { // the worker wants the lock and the processor
-            hold.unlock();
-            sched_yield();
-            hold.lock();
-        }
-    } else if (stream->done < count && asked_before) {
-        run_until(hold, stream, count);
+    if (stream->done >= count) return cudaSuccess;
+    if (options().streams == STREAMS_THREADS || spinning) { // a worker wants the lock and the processor
+        if (asked_before && with_workers()) allow(stream, count);
+        hold.unlock();
+        sched_yield();
+        hold.lock();
+    } else if (asked_before) {
+        run_unless_spinning(hold, stream, count);
     }
     return stream->done < count ? cudaErrorNotReady : cudaSuccess;
 }

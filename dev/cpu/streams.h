@@ -37,7 +37,8 @@ struct CUstream_st {
     int priority = 0;
     std::deque<Operation> queue;
     uint64_t enqueued = 0, done = 0;
-    uint64_t asked = 0; // lazy: the point that a query has found not ready
+    uint64_t asked = 0;   // lazy: the point that a query has found not ready
+    uint64_t allowed = 0; // its worker runs up to here, if work does not run by itself (CUDA_CPU_STREAMS)
     bool busy = false;
     pthread_t runner;    // if busy
     pid_t worker_of = 0; // threads: the process in which its worker runs (a forked one has none)

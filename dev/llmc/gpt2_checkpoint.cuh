@@ -132,7 +132,7 @@ static inline FILE* zero_gpt2_state_begin(GPT2* model) {
     return file;
 }
 
-/* The states of all ranks, on all ranks: two words of each at a time. */
+/* The states of all ranks, on all ranks. */
 static inline ZeroResult zero_gpt2_gather_states(ZeroOptimizer* z, const std::string& own,
                                                  std::vector<std::string>* states) {
     std::vector<uint64_t> all(2 * (size_t)z->ranks);
@@ -144,14 +144,13 @@ static inline ZeroResult zero_gpt2_gather_states(ZeroOptimizer* z, const std::st
         (*states)[r].resize((size_t)all[2 * r]);
         longest = std::max(longest, (*states)[r].size());
     }
-    for (size_t at = 0; at < longest; at += sizeof(words)) {
-        words[0] = words[1] = 0;
-        if (at < own.size()) memcpy(words, own.data() + at, std::min(sizeof(words), own.size() - at));
-        ZERO_TRY(zero_exchange_words(z, words, all.data()));
-        for (size_t r = 0; r < states->size(); r++)
-            if (at < (*states)[r].size())
-                memcpy(&(*states)[r][at], &all[2 * r], std::min(sizeof(words), (*states)[r].size() - at));
-    }
+    const size_t count = std::max(longest / sizeof(uint64_t) + 1, (size_t)2); /* shorter ones end in zeros */
+    std::vector<uint64_t> padded(count, 0);
+    memcpy(padded.data(), own.data(), own.size());
+    all.resize(count * (size_t)z->ranks);
+    ZERO_TRY(zero_gather_words(z, padded.data(), count, all.data()));
+    for (size_t r = 0; r < states->size(); r++)
+        memcpy(&(*states)[r][0], &all[r * count], (*states)[r].size());
     return zero_ok();
 }
 
