@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Kills a run of train_mlp again and again, and starts it anew on another number of ranks, in another stage and with other
-buckets, until it is done; then compares it with a run on one rank that nobody disturbed: log, run hash, checkpoint (SHA-256).
+buckets, until it is done; then compares it with a run on one rank that nobody disturbed: log, run hash, and the last file's
+SHA-256.
 
     dev/chaos.py --kills 100 --seed 1
 

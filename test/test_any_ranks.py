@@ -1,4 +1,4 @@
-"""-R ordered: the number of ranks does not change a bit, of the log, the parameters, m, v and masters (run_hash), and the file."""
+"""-R ordered: the number of ranks does not change a bit, of log, parameters, m, v, masters (run_hash), and file."""
 
 import itertools
 
