@@ -7,7 +7,8 @@
    Reads from top to bottom: the model, one step, the run, main. */
 #include "llmc_zero/llmc_zero.cuh" // defines: ZeroLayout, ZeroOptimizer and the step: zero_begin ... zero_update
 #include "llmc_zero/checkpoint_folder.cuh" // defines: zero_checkpoint_save, _path, _rotate, _resume
-#include "llmc_zero/world.cuh" // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather, _wait
+#include "llmc_zero/watchdog.cuh" // defines: ZeroWatchdog: ends a process whose peers are gone, whatever call it is in
+#include "llmc_zero/world.cuh" // defines: ZeroWorld: rank, device, communicator; zero_world_agree, _gather
 #include <signal.h>
 #include "dev/mlp/options.h"      // defines: Options, options_parse: the command line
 #include "dev/mlp/torch_random.h" // defines: TorchRandom, torch_uniform, torch_normal: PyTorch's numbers
@@ -16,6 +17,9 @@
 #include "dev/mlp/report.h"   // defines: Report: step lines, main.log, summary.json; params_sums
 
 // ----------------------------------------------------------------------------- the model
+
+// Looks after this process from before it meets the others until after it has left them.
+static ZeroWatchdog watchdog;
 
 typedef struct Mlp {
     const Options* options;
@@ -102,6 +106,8 @@ static ZeroConfig mlp_config(const Options* o) {
     c.momentum = o->momentum;
     c.max_norm = o->max_norm;
     c.seed = (uint64_t)o->seed;
+    c.timeout_s = o->limit_s;
+    c.watch = zero_watchdog_watch(&watchdog);
     return c;
 }
 
@@ -379,7 +385,6 @@ static ZeroResult mlp_step(Mlp* mlp, ZeroReport* report, PeakBytes* peaks) {
     peaks->after_update = mlp->memory.peak_bytes;
     // The log wants the norm. This wait also sees a peer that died; it is not for the gathers, which run on under the
     // next forward.
-    ZERO_TRY(zero_world_wait(mlp->world, mlp->stream));
     ZERO_TRY(zero_report(&mlp->zero, report));
     mlp->steps_done++;
     mlp->samples_done += (long long)mlp->batches * mlp->options->batch;
@@ -493,6 +498,7 @@ static ZeroResult train_steps(Mlp* mlp, Report* report, PeakBytes* peaks, ZeroRe
     ZERO_TRY(zero_report(&mlp->zero, last)); // of the steps before a resume
     while (mlp->steps_done < o->steps && !stop) {
         const double start_ms = now_ms();
+        zero_watchdog_step(&watchdog, mlp->steps_done + 1);
         ZERO_TRY(mlp_step(mlp, last, peaks));
         const long long step = mlp->steps_done;
         stop = last->votes > 0;
@@ -520,6 +526,7 @@ static ZeroResult write_trace(Mlp* mlp) {
     const ZeroWorld* world = mlp->world;
     ZeroTimeline* timeline = zero_timeline(&mlp->zero);
     if (!o->trace) return zero_ok();
+    zero_watchdog_at(&watchdog, "trace");
     ZERO_TRY(zero_comm_drain(&mlp->zero.comm));
     ZERO_TRY(zero_timeline_drain(timeline));
     const double mine = zero_timeline_first_us(timeline);
@@ -772,6 +779,7 @@ static ZeroWorldConfig world_config(const Options* o) {
     config.ranks = (int)o->start_ranks;
     config.rank = (int)o->start_rank;
     config.gpus_per_node = (int)o->gpus_per_node;
+    config.timeout_s = o->limit_s;
     return config;
 }
 
@@ -819,7 +827,9 @@ static ZeroResult run(ZeroWorld* world, const Options* o, ZeroResult parsed, int
         }
         return zero_world_agree(world, result);
     }
+    zero_watchdog_at(&watchdog, "ncclCommInitRank");
     ZeroResult result = name_start_flags(zero_world_device(world), o);
+    zero_watchdog_comm(&watchdog, world->comm);
     *fatal = world->broken;
     return result.code == ZERO_OK ? train(world, o, fatal) : result;
 }
@@ -831,50 +841,97 @@ static void print_error(const char* who, ZeroResult result) {
     fprintf(stderr, "train_mlp: %s%s\n", who, result.text);
 }
 
-// A file that may not grow (ulimit -f) is an error of the write, not the end of the process. SIGTERM (a job's time is up)
-// ends the run behind the current step, if that can be saved.
-static void on_stop(int) { stop_wanted = 1; }
+// The watchdog's thread ends the process: word for the others first, then hard, for nothing may wait for the device.
+static void end_run(void* world, const char* line) {
+    const ssize_t written = write(2, line, strlen(line));
+    (void)written;
+    zero_world_abort((const ZeroWorld*)world, 1);
+    _exit(1);
+}
+
+// A fatal error of this rank, perhaps of this rank alone.
+static void give_up(const ZeroWorld* world, ZeroResult result) {
+    char who[192];
+    while (!zero_watchdog_claim(&watchdog)) pause(); // it is ending us
+    const double seconds = zero_watchdog_now() - watchdog.moved_s;
+    if (watchdog.step >= 0)
+        snprintf(who, sizeof(who), "rank %d: step %lld, %s, %.1f s without progress: ", world->rank,
+                 watchdog.step, watchdog.at ? watchdog.at : "start-up", seconds);
+    else
+        snprintf(who, sizeof(who), "rank %d: %s, %.1f s without progress: ", world->rank,
+                 watchdog.at ? watchdog.at : "start-up", seconds);
+    print_error(who, result);
+    zero_world_abort(world, 1);
+    _exit(1);
+}
+
+// TERM, INT and USR1 (a job's time is up) end the run behind the current step, if that can be saved. A second TERM or INT
+// ends it at once.
+static void on_stop(int number) {
+    if (stop_wanted && number != SIGUSR1) {
+        static const char line[] = "train_mlp: a second signal: ending at once, without a save\n";
+        const ssize_t written = write(2, line, sizeof(line) - 1);
+        (void)written;
+        _exit(128 + number);
+    }
+    stop_wanted = 1;
+}
 
 static void set_signals(const Options* o) {
     struct sigaction action;
     memset(&action, 0, sizeof(action));
-    action.sa_handler = SIG_IGN;
-    sigaction(SIGXFSZ, &action, NULL);
     action.sa_handler = on_stop;
     action.sa_flags = SA_RESTART;
-    if (o->checkpoint_every) sigaction(SIGTERM, &action, NULL);
+    if (!o->checkpoint_every) return;
+    sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGUSR1, &action, NULL);
+}
+
+// A file that may not grow (ulimit -f) is an error of the write, a reader that goes away (| head) none at all. Standard
+// descriptors that the caller has closed lead nowhere; else the next file that is opened would be one of them.
+static void set_process(void) {
+    int fd;
+    signal(SIGXFSZ, SIG_IGN);
+    signal(SIGPIPE, SIG_IGN);
+    while ((fd = open("/dev/null", O_RDWR)) >= 0 && fd <= 2) {
+    }
+    if (fd > 2) close(fd);
 }
 
 int main(int argc, char** argv) {
     Options options;
     ZeroWorld world;
-    char who[32];
     int fatal = 0;
+    set_process();
+    memset(&world, 0, sizeof(world));
     ZeroResult parsed = options_parse(&options, argc, argv);
     if (options_check_start(&options).code !=
         ZERO_OK) { // said below, once, by ranks that MPI may have started
         const Options defaults = options_default();
         options.start_method = defaults.start_method;
     }
+    const ZeroWatchdogConfig watch = {"train_mlp", options.limit_s, zero_world_peer_gone,
+                                      &world,      end_run,         &world};
     ZeroWorldConfig config = world_config(&options);
-    ZeroResult result = zero_world_start(&world, &config, &argc, &argv);
+    ZeroResult result = zero_watchdog_start(&watchdog, &watch);
+    if (result.code == ZERO_OK) result = zero_world_start(&world, &config, &argc, &argv);
     if (result.code != ZERO_OK) {
         print_error("", parsed.code != ZERO_OK ? parsed : name_start_flags(result, &options));
         zero_world_abort(&world, 1);
-        return 1;
+        _exit(1);
     }
+    zero_watchdog_rank(&watchdog, world.rank);
     set_signals(&options);
     result = run(&world, &options, parsed, &fatal);
-    if (fflush(stdout) != 0 && result.code == ZERO_OK)
+    if (fflush(stdout) != 0 && errno != EPIPE && result.code == ZERO_OK)
         result = zero_error(ZERO_ERROR_SYSTEM, "writing to standard output: %s", strerror(errno));
-    if (fatal) {
-        snprintf(who, sizeof(who), "rank %d: ", world.rank);
-        print_error(who, result);
-        zero_world_abort(&world, 1);
-        _exit(1); // hard: a stream may wait for a peer that is gone
-    }
+    if (fatal) give_up(&world, result);
     if (result.code != ZERO_OK && world.rank == 0) print_error("", result);
+    zero_watchdog_at(&watchdog, "end");
+    zero_watchdog_leave(&watchdog);
     zero_world_finish(&world);
+    zero_watchdog_stop(&watchdog);
     return result.code != ZERO_OK;
 }
 

@@ -117,7 +117,7 @@ static inline ZeroResult zero_load_open(ZeroLoad* load, const char* path, ZeroCh
 
 /* The checksums of this rank's share of the pieces: those that lie where its own slices of each array are, more or less,
    so that what it reads here is what it loads next. */
-static inline ZeroResult zero_load_verify(const ZeroLoad* load) {
+static inline ZeroResult zero_load_verify(ZeroLoad* load) {
     std::vector<char> buffer(ZERO_FILE_PIECE_BYTES);
     const uint64_t ranks = (uint64_t)load->z->ranks, count = load->z->layout->model_count;
     for (size_t k = 0; k < load->header.pieces.size(); k++) {
@@ -125,8 +125,9 @@ static inline ZeroResult zero_load_verify(const ZeroLoad* load) {
         while (load->arrays[a].offset > load->header.pieces[k].offset) a--;
         const uint64_t element =
             (load->header.pieces[k].offset - load->arrays[a].offset) / load->arrays[a].element_bytes;
-        if (element / ((count + ranks - 1) / ranks) == (uint64_t)load->z->rank)
-            ZERO_TRY(zero_file_check_piece(load->fd, load->header, k, buffer.data()));
+        if (element / ((count + ranks - 1) / ranks) != (uint64_t)load->z->rank) continue;
+        zero_comm_progress(&load->z->comm, "load");
+        ZERO_TRY(zero_file_check_piece(load->fd, load->header, k, buffer.data()));
     }
     return zero_ok();
 }
@@ -177,6 +178,7 @@ static inline ZeroResult zero_load_pieces(ZeroLoad* load, ZeroStaging* staging) 
         ZeroSpan span = {0, 0, 0, 0};
         while (zero_next_span(chunks, ZERO_FILE_PIECE_BYTES / array->element_bytes, &span)) {
             const size_t turn = turns++ % 2;
+            zero_comm_progress(&z->comm, "load");
             if (turns > 2) ZERO_TRY(zero_wait_event(&z->comm, staging->copied[turn]));
             ZERO_TRY(zero_file_read(load->fd, staging->buffer[turn], span.count * array->element_bytes,
                                     load->header.data_offset + array->offset +
@@ -213,7 +215,7 @@ static inline ZeroResult zero_load_apply(ZeroLoad* load) {
     ZeroResult result = zero_params_settle(z); /* earlier gathers are done before slices are written */
     if (result.code == ZERO_OK) result = zero_guard([&]() { return zero_load_pieces(load, &staging); });
     if (result.code != ZERO_OK) zero_comm_drain(&z->comm);
-    zero_staging_free(&staging);
+    zero_staging_free(&staging, &z->comm);
     result = zero_agree(z, result);
     if (result.code != ZERO_OK) return zero_error(result.code, "loading: %s", result.text);
     ZERO_TRY(zero_load_scalars(load));

@@ -307,8 +307,9 @@ static inline ZeroResult zero_staging_create(ZeroStaging* staging) {
     return zero_ok();
 }
 
-static inline void zero_staging_free(ZeroStaging* staging) {
-    for (int i = 0; i < 2; i++) {
+/* Nothing is freed while the streams are stuck: that would wait for them. */
+static inline void zero_staging_free(ZeroStaging* staging, const ZeroComm* comm) {
+    for (int i = 0; i < 2 && !zero_comm_is_stuck(comm); i++) {
         if (staging->buffer[i]) cudaFreeHost(staging->buffer[i]);
         if (staging->copied[i]) cudaEventDestroy(staging->copied[i]);
     }

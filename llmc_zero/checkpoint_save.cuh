@@ -15,6 +15,8 @@
 #include "checkpoint_grid.cuh"
 #include "checkpoint_temporary.cuh"
 
+#define ZERO_MEET_ROUNDS 8 /* pieces that a rank writes between two meetings of all */
+
 typedef struct ZeroSave {
     ZeroOptimizer* z;
     const ZeroCheckpoint* what;
@@ -42,8 +44,8 @@ static inline void zero_save_init(ZeroSave* save, ZeroOptimizer* z, const ZeroCh
 }
 
 static inline void zero_save_free(ZeroSave* save) {
-    zero_staging_free(&save->staging);
-    if (save->arrived) cudaFree(save->arrived);
+    zero_staging_free(&save->staging, &save->z->comm);
+    if (save->arrived && !zero_comm_is_stuck(&save->z->comm)) cudaFree(save->arrived);
     if (save->fd >= 0) close(save->fd);
     if (save->made) unlink(save->temporary.c_str()); /* an error */
     if (save->lock >= 0) close(save->lock);
@@ -188,6 +190,7 @@ static inline ZeroResult zero_save_piece(ZeroSave* save, size_t k, int turn) {
     const ZeroFilePiece& piece = save->header.pieces[k];
     const uint64_t offset = save->text.size() + piece.offset;
     ZERO_TRY(zero_wait_event(&save->z->comm, save->staging.copied[turn]));
+    zero_comm_progress(&save->z->comm, "save");
     save->checksums[k] = XXH3_64bits(save->staging.buffer[turn], piece.bytes);
     ZERO_TRY(zero_file_write(save->fd, save->staging.buffer[turn], piece.bytes, offset));
     sync_file_range(save->fd, (off_t)offset, (off_t)piece.bytes, SYNC_FILE_RANGE_WRITE);
@@ -220,14 +223,17 @@ static inline ZeroResult zero_save_round(ZeroSave* save, size_t* i, size_t none,
 
 /* Round after round: the ranks send one another parts, and while the host writes one piece, the device copies the next.
    All of it goes through the communication stream; the compute stream has nothing to do meanwhile (zero_save_plan has
-   waited for it). A rank that cannot write or copy goes on sending what the others wait for. */
+   waited for it). A rank that cannot write or copy goes on sending what the others wait for. Now and then all of them meet:
+   one whose disk is slow is not waited for at the end alone, and one that failed ends the save for all. */
 static inline ZeroResult zero_save_pieces(ZeroSave* save) {
     const size_t none = save->grid.rounds.size();
     size_t waiting = none; /* the piece in the other buffer, copied or being copied, not written yet */
     ZeroResult result = zero_ok();
     int turn = 0;
-    for (size_t i = 0; i < save->grid.rounds.size() || waiting != none; turn = !turn) {
+    for (size_t i = 0, rounds = 0; i < save->grid.rounds.size() || waiting != none; turn = !turn) {
         size_t own = none;
+        if (i < save->grid.rounds.size() && ++rounds % ZERO_MEET_ROUNDS == 0)
+            ZERO_TRY(zero_agree(save->z, result));
         if (i < save->grid.rounds.size()) ZERO_TRY(zero_save_round(save, &i, none, &own));
         if (result.code == ZERO_OK && own != none) result = zero_save_collect(save, own, turn);
         if (result.code == ZERO_OK && waiting != none) result = zero_save_piece(save, waiting, !turn);
@@ -287,8 +293,10 @@ static inline ZeroResult zero_save_read_back(ZeroSave* save) {
             return zero_error(ZERO_ERROR_FILE, "its header has checksum %s, %s was written",
                               zero_file_hex(found.checksum).c_str(), zero_file_hex(written).c_str());
         for (size_t k = 0; k < found.pieces.size(); k++)
-            if (save->grid.writer[k] == other)
+            if (save->grid.writer[k] == other) {
+                zero_comm_progress(&save->z->comm, "save");
                 ZERO_TRY(zero_file_check_piece(fd, found, k, save->staging.buffer[0]));
+            }
         return zero_ok();
     });
     close(fd);
@@ -315,6 +323,7 @@ static inline ZeroResult zero_save_run(ZeroSave* save, const char* path) {
     ZeroOptimizer* z = save->z;
     /* without the others: an exchange would overwrite the sums of the step, which zero_set_step reads again */
     ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_save"));
+    zero_comm_progress(&z->comm, "save");
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
     ZERO_TRY(zero_save_compare(save));
     ZERO_TRY(zero_agree(z, zero_save_create(save)));

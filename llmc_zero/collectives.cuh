@@ -27,7 +27,7 @@
    after the event behind it; ncclInProgress is therefore an error here. It may be shared with the host framework: the
    same calls in the same order on every rank.
 
-   defines: ZeroNcclComm, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_begin_reduce, zero_comm_reduce_scatter,
+   defines: ZeroNcclComm, ZeroWatch, ZeroComm, zero_comm_create, zero_comm_beat, zero_comm_is_stuck, zero_comm_free, zero_comm_begin_reduce, zero_comm_reduce_scatter,
             zero_comm_exchange, zero_comm_end_reduce, zero_comm_wait_overwrite, zero_comm_wait_reduced,
             zero_comm_share_words, zero_comm_gather, zero_comm_wait_gathered, zero_comm_gather_slot, zero_comm_wait_slot,
             zero_comm_broadcast, zero_comm_wait_window, zero_comm_begin_messages, zero_comm_send, zero_comm_receive,
@@ -51,13 +51,28 @@ typedef void* ZeroNcclComm;
 typedef ncclComm_t ZeroNcclComm;
 #endif
 
+/* What a host framework that watches over its ranks is told and asked; each may be NULL. watchdog.cuh is one. */
+typedef struct ZeroWatch {
+    void* of;
+    void (*progress)(
+        void* of, const char* operation); /* the host or the device got on; operation may be NULL: the same */
+    int (*peer_gone)(void* of, char* why,
+                     size_t bytes); /* 1: a peer is gone, and why; asked while the host waits */
+} ZeroWatch;
+
+#define ZERO_BEATS 64 /* events on the compute stream by which a wait sees that the device gets on */
+
 typedef struct ZeroComm {
     const ZeroLayout* layout;
     int rank, ranks;
     ZeroNcclComm comm;    /* the caller's */
     cudaStream_t compute; /* the caller's */
     cudaStream_t stream;  /* ours; with one rank the same as compute */
-    double timeout_s;     /* of host waits */
+    double timeout_s;     /* of host waits: without progress */
+    ZeroWatch watch;
+    ZeroResult broken; /* of the first wait that gave up: those after it give the same at once */
+    cudaEvent_t beats[ZERO_BEATS];
+    unsigned long long beats_recorded, beats_seen;
     cudaEvent_t to_comm; /* E1, E3, E5, E8, E10: recorded and waited for in one breath, so one event serves */
     cudaEvent_t reduced; /* E2 */
     cudaEvent_t summed;  /* E4 */
@@ -68,9 +83,19 @@ typedef struct ZeroComm {
     ZeroTimeline timeline;
 } ZeroComm;
 
+/* The streams will not come to an end: whatever waits for the device (cudaFree, cudaFreeHost) would block. Leave memory and
+   streams to the end of the process. */
+static inline int zero_comm_is_stuck(const ZeroComm* c) { return c->broken.code != ZERO_OK; }
+
 static inline void zero_comm_free(ZeroComm* c) {
     int i;
+    if (zero_comm_is_stuck(c)) {
+        memset(c, 0, sizeof(*c));
+        return;
+    }
     zero_timeline_free(&c->timeline);
+    for (i = 0; i < ZERO_BEATS; i++)
+        if (c->beats[i]) cudaEventDestroy(c->beats[i]);
     if (c->gathered) {
         for (i = 0; i < c->layout->buckets_count; i++)
             if (c->gathered[i]) cudaEventDestroy(c->gathered[i]);
@@ -101,6 +126,8 @@ static inline ZeroResult zero_comm_create_parts(ZeroComm* c, ZeroTiming timing) 
     ZERO_TRY_CUDA(cudaEventCreateWithFlags(&c->reduced, cudaEventDisableTiming));
     ZERO_TRY_CUDA(cudaEventCreateWithFlags(&c->summed, cudaEventDisableTiming));
     for (b = 0; b < 2; b++) ZERO_TRY_CUDA(cudaEventCreateWithFlags(&c->window[b], cudaEventDisableTiming));
+    for (b = 0; b < ZERO_BEATS; b++)
+        ZERO_TRY_CUDA(cudaEventCreateWithFlags(&c->beats[b], cudaEventDisableTiming));
     for (b = 0; b < c->layout->buckets_count; b++)
         ZERO_TRY_CUDA(cudaEventCreateWithFlags(&c->gathered[b], cudaEventDisableTiming));
     return zero_timeline_start(&c->timeline, timing, c->compute, c->stream);
@@ -108,7 +135,8 @@ static inline ZeroResult zero_comm_create_parts(ZeroComm* c, ZeroTiming timing) 
 
 /* comm and compute stay the caller's and must live as long as c. On an error nothing is left. */
 static inline ZeroResult zero_comm_create(ZeroComm* c, const ZeroLayout* layout, int rank, ZeroNcclComm comm,
-                                          cudaStream_t compute, double timeout_s, ZeroTiming timing) {
+                                          cudaStream_t compute, double timeout_s, ZeroWatch watch,
+                                          ZeroTiming timing) {
     ZeroResult result;
     memset(c, 0, sizeof(*c));
     c->layout = layout;
@@ -117,6 +145,7 @@ static inline ZeroResult zero_comm_create(ZeroComm* c, const ZeroLayout* layout,
     c->comm = comm;
     c->compute = compute;
     c->timeout_s = timeout_s;
+    c->watch = watch;
     result = zero_comm_create_parts(c, timing);
     if (result.code != ZERO_OK) zero_comm_free(c);
     return result;
@@ -124,36 +153,100 @@ static inline ZeroResult zero_comm_create(ZeroComm* c, const ZeroLayout* layout,
 
 /* ------------------------------------------------------------------ host waits */
 
-/* Host wait for an event, never for ever: a peer that died is seen by NCCL or by the time limit (case J1). */
-static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
-    struct timespec start, now;
-    long polls = 0;
-    int happened;
-    clock_gettime(CLOCK_MONOTONIC, &start);
-    for (;;) {
-        const ZeroResult asked = zero_query_event(event, &happened);
-        if (happened) return zero_ok();
+/* The host is at `operation` (a text that stays, or NULL). */
+static inline void zero_comm_progress(ZeroComm* c, const char* operation) {
+    if (c->watch.progress) c->watch.progress(c->watch.of, operation);
+}
+
+/* Once in a while behind work of the compute stream, so that a wait that lasts long sees the device get on. */
+static inline ZeroResult zero_comm_beat(ZeroComm* c, const char* operation) {
+    int happened = 1;
+    zero_comm_progress(c, operation);
+    if (c->ranks == 1) return zero_ok();
+    if (c->beats_recorded - c->beats_seen == ZERO_BEATS) {
+        ZERO_TRY(zero_query_event(c->beats[c->beats_seen % ZERO_BEATS], &happened));
+        if (!happened) return zero_ok(); /* the host is far ahead */
+        c->beats_seen++;
+    }
+    ZERO_TRY_CUDA(cudaEventRecord(c->beats[c->beats_recorded++ % ZERO_BEATS], c->compute));
+    return zero_ok();
+}
+
+/* 1: the device has got on since this was asked last. */
+static inline int zero_comm_moves(ZeroComm* c) {
+    int happened = 1, moves = 0;
+    while (c->beats_seen < c->beats_recorded && happened) {
+        if (zero_query_event(c->beats[c->beats_seen % ZERO_BEATS], &happened).code != ZERO_OK) return moves;
+        c->beats_seen += (unsigned long long)happened;
+        moves |= happened;
+    }
+    return moves;
+}
+
+static inline double zero_comm_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Whether NCCL or the host framework knows of a peer that is gone. */
+static inline ZeroResult zero_comm_ask(ZeroComm* c, int peers) {
+    char why[160];
 #ifndef ZERO_NO_NCCL
-        /* a failed collective is why a stream fails */
-        if (c->comm && (polls % 64 == 63 || asked.code != ZERO_OK)) {
-            ncclResult_t async = ncclSuccess;
-            ZERO_TRY_NCCL(ncclCommGetAsyncError(c->comm, &async));
-            ZERO_TRY_NCCL(async);
-        }
+    ncclResult_t async = ncclSuccess;
+    if (c->comm) ZERO_TRY_NCCL(ncclCommGetAsyncError(c->comm, &async));
+    ZERO_TRY_NCCL(async);
 #endif
+    if (peers && c->watch.peer_gone && c->watch.peer_gone(c->watch.of, why, sizeof(why)))
+        return zero_error(ZERO_ERROR_NCCL, "rank %d of %d: %s: end all ranks and resume", c->rank, c->ranks,
+                          why);
+    return zero_ok();
+}
+
+static inline ZeroResult zero_wait_polling(ZeroComm* c, cudaEvent_t event) {
+    const double start = zero_comm_now();
+    double moved = start, asked_peers = start;
+    long polls;
+    for (polls = 0;; polls++) {
+        int happened;
+        const ZeroResult asked = zero_query_event(event, &happened);
+        const double now = zero_comm_now();
+        if (happened) {
+            zero_comm_progress(c, NULL);
+            return zero_ok();
+        }
+        /* a failed collective is why a stream fails */
+        if (polls % 64 == 63 || asked.code != ZERO_OK) {
+            ZERO_TRY(zero_comm_ask(c, now - asked_peers > 0.1));
+            if (now - asked_peers > 0.1) asked_peers = now;
+        }
         ZERO_TRY(asked);
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if ((double)(now.tv_sec - start.tv_sec) + 1e-9 * (double)(now.tv_nsec - start.tv_nsec) > c->timeout_s)
+        if (polls % 64 == 63 && zero_comm_moves(c)) {
+            zero_comm_progress(c, NULL);
+            moved = now;
+        }
+        if (now - moved > c->timeout_s)
             return zero_error(ZERO_ERROR_NCCL,
                               "rank %d of %d waited %.0f s for the device: a peer is gone or stuck; "
                               "end all ranks and resume",
-                              c->rank, c->ranks, c->timeout_s);
-        if (++polls > 1000) sched_yield();
+                              c->rank, c->ranks, now - start);
+        if (polls > 1000) sched_yield();
     }
+}
+
+/* Host wait for an event, never for ever: a peer that died is seen by NCCL, by the host framework (ZeroWatch), or by the
+   limit on waits without progress (case J1). After such an error streams are as stuck as they were: every later wait gives
+   it again, at once. */
+static inline ZeroResult zero_wait_event(ZeroComm* c, cudaEvent_t event) {
+    if (c->broken.code != ZERO_OK) return c->broken;
+    const ZeroResult result = zero_wait_polling(c, event);
+    if (result.code == ZERO_ERROR_NCCL && c->ranks > 1) c->broken = result;
+    return result;
 }
 
 /* Waits until both streams are done, with the same limit. */
 static inline ZeroResult zero_comm_drain(ZeroComm* c) {
+    if (c->broken.code != ZERO_OK) return c->broken;
     if (c->ranks == 1 || !c->to_comm) { /* no peer to wait for */
         ZERO_TRY_CUDA(cudaStreamSynchronize(c->compute));
         return zero_ok();

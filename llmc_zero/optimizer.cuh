@@ -142,6 +142,7 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     const ZeroStepSettings settings = zero_step_settings(z);
     int span;
     if (norm) *norm = 0.0f;
+    zero_comm_progress(&z->comm, "norm");
     if (z->micro < 0 || z->micro != z->micros - 1)
         return zero_error(ZERO_ERROR_ORDER, "zero_grad_norm in micro-step %d of %d: it follows the last",
                           z->micro, z->micros);
@@ -271,6 +272,7 @@ static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
         return zero_error(ZERO_ERROR_ARGUMENT, "lr %g times weight_decay %g does not fit into fp32", lr,
                           c->weight_decay);
     if (!z->norm_done) ZERO_TRY(zero_grad_norm(z, NULL));
+    ZERO_TRY(zero_comm_beat(&z->comm, "update"));
     if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
     ZERO_TRY(zero_span_begin(zero_timeline(z), ZERO_ROW_COMPUTE, "update", ZERO_NO_INDEX, &span));
     ZERO_TRY(zero_update_buckets(z, &hyper));

@@ -124,7 +124,7 @@ static inline ZeroResult zero_begin_micro(ZeroOptimizer* z, int micro, int micro
         z->buckets[b].waits = z->layout->buckets[b].units;
         z->buckets[b].reduced = 0;
     }
-    return zero_ok();
+    return zero_comm_beat(&z->comm, "forward");
 }
 
 /* Begins micro-step `micro` (0 .. micros - 1) of a step. grad_scale: what the gradients of the whole step, summed
@@ -214,7 +214,7 @@ static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** g
         *grads = (char*)z->grads + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
     }
     z->units[unit].grads_open = 1;
-    return zero_ok();
+    return zero_comm_beat(&z->comm, "backward");
 }
 
 /* A rank without a micro-batch: where a reduction of NCCL's takes this unit, it adds zeros. */

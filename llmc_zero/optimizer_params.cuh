@@ -119,7 +119,7 @@ static inline ZeroResult zero_params_acquire(ZeroOptimizer* z, int unit, void** 
         *params = (char*)z->params + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
     }
     z->units[unit].params_open++;
-    return zero_ok();
+    return zero_comm_beat(&z->comm, NULL);
 }
 
 /* The unit's parameters are not read any more by work that is not launched yet. */

@@ -23,7 +23,8 @@ typedef struct ZeroConfig {
     double max_norm;     /* clip the global norm to this; 0: do not clip */
     uint64_t seed;       /* of stochastic rounding; the same on all ranks */
     uint64_t skip_limit; /* so many skipped steps in a row are an error; 0: never */
-    double timeout_s;    /* host waits end with an error after this */
+    double timeout_s;    /* host waits end with an error after so long without progress */
+    ZeroWatch watch;     /* who watches over the ranks, if somebody does: watchdog.cuh, or the caller's own */
     const int*
         held_units; /* stages 2 and 3: units that stay open across others, as a tied embedding does; the caller's */
     int held_units_count;
@@ -151,7 +152,8 @@ static inline void zero_free_buckets(ZeroOptimizer* z) {
 static inline void zero_free(ZeroOptimizer* z) {
     const ZeroMemoryKind scratch = ZERO_MEMORY_SCRATCH;
     if (z->layout == NULL) return;
-    if (zero_comm_drain(&z->comm).code == ZERO_ERROR_NCCL) {
+    zero_comm_drain(&z->comm);
+    if (zero_comm_is_stuck(&z->comm)) {
         memset(z, 0, sizeof(*z));
         return;
     }
@@ -310,7 +312,7 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
     const ZeroPlanChoice choice = zero_plan_choice(&z->config, z->rank);
     ZERO_TRY(zero_schedule(&z->schedule, z->layout, &choice));
     ZERO_TRY(zero_comm_create(&z->comm, z->layout, z->rank, comm, compute, z->config.timeout_s,
-                              (ZeroTiming)z->config.timing));
+                              z->config.watch, (ZeroTiming)z->config.timing));
     ZERO_TRY(zero_init_buckets(z));
     ZERO_TRY(zero_init_own_chunks(z));
     if (z->config.stage == 0 && z->ranks > 1) ZERO_TRY(zero_init_all_chunks(z));

@@ -152,6 +152,7 @@ static inline ZeroResult zero_check_replicas(ZeroOptimizer* z, uint64_t* hash) {
     uint64_t words[2] = {0, 0};
     int i, odd, open = ZERO_NO_UNIT;
     if (hash) *hash = 0;
+    zero_comm_progress(&z->comm, "compare replicas");
     ZERO_TRY(zero_check_between_steps(z, "zero_check_replicas"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_check_replicas");
     ZERO_TRY(zero_check_order(z));

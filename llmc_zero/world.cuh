@@ -20,7 +20,7 @@
            if (r.code == ZERO_OK) r = train(&world);  // with zero_world_wait(&world, stream) to wait
            ...                                        // train failed, on this rank perhaps alone:
                fprintf(stderr, "%s\n", r.text);       //     take the others along
-               zero_world_abort(&world, 1);
+               zero_world_abort(&world, 1);           //     leaves word for them; waits for nothing
                _exit(1);                              //     hard: a kernel may wait for a dead peer
            ...
            zero_world_finish(&world);
@@ -40,9 +40,12 @@
       What a crashed run left behind holds old nonces, so it cannot be taken for an answer.
    W3 Later files are run.NONCE0.ROUND.RANK. Whoever writes round k has read round k-1, so k-2 can be deleted.
    W4 A process holds a lock on its hello file while it lives; kill -9 ends it too. A lock that was seen and
-      is gone is a dead peer. In a folder without locks (some network mounts) the time limit finds the dead.
+      is gone is a dead peer; so is one that comes and goes while the ranks meet. In a folder without locks (some
+      network mounts) the time limit finds the dead.
+   W5 zero_world_abort leaves word (run.NONCE0.0.RANKS) that zero_world_peer_gone, agree, gather and wait find. Under MPI the
+      end of the process is the word: mpirun ends the others (srun with --kill-on-bad-exit).
 
-   defines: ZeroWorldConfig, ZeroWorld, zero_world_start, _device, _agree, _gather, _wait, _finish, _abort
+   defines: ZeroWorldConfig, ZeroWorld, zero_world_start, _device, _agree, _gather, _wait, _peer_gone, _finish, _abort
 */
 #ifndef LLMC_ZERO_WORLD_CUH_INCLUDED
 #define LLMC_ZERO_WORLD_CUH_INCLUDED
@@ -110,6 +113,7 @@ typedef struct ZeroWorld {
     char* watched;                    /* [ranks] 1: its lock was seen */
     char* prefix;                     /* folder and the begin of each name in it */
     unsigned long long round;
+    double missed_s; /* while the ranks meet: since when one that was there is missing; 0: none is */
 #ifdef ZERO_USE_MPI
     MPI_Comm mpi;
 #endif
@@ -417,11 +421,14 @@ static inline ZeroResult zero_world_hello(ZeroWorld* world, double start) {
 static inline ZeroResult zero_world_scan(ZeroWorld* world, int late, int* changed, char* missing,
                                          size_t capacity) {
     ZeroWorldHello hello;
-    int least = zero_world_look(world, world->rank, &hello), all = world->rank == 0 || missing != NULL;
+    int least = zero_world_look(world, world->rank, &hello), all = world->rank == 0 || missing != NULL,
+        gone = -1;
     if (hello.nonce[0] != '\0' && strcmp(hello.nonce, world->nonce) != 0)
         return zero_world_taken(world, &hello);
     for (int r = 0; r < (all ? world->ranks : 1); r++) {
         int state = zero_world_look(world, r, &hello);
+        if (state == 2) world->watched[r] = 1;
+        if (state != 2 && world->watched[r] && gone < 0) gone = r;
         if (late && state == 2 && hello.ranks != world->ranks)
             return zero_error(ZERO_ERROR_ARGUMENT, "rank %d was started for %d ranks, rank %d for %d", r,
                               hello.ranks, world->rank, world->ranks);
@@ -433,6 +440,11 @@ static inline ZeroResult zero_world_scan(ZeroWorld* world, int late, int* change
             snprintf(missing + strlen(missing), capacity - strlen(missing), "%s%d", missing[0] ? ", " : "",
                      r);
     }
+    if (gone < 0) world->missed_s = 0;
+    if (gone >= 0 && world->missed_s == 0) world->missed_s = zero_world_now();
+    if (gone >= 0 &&
+        zero_world_now() - world->missed_s > zero_world_patience(world)) /* not just started anew */
+        return zero_error(ZERO_ERROR_SYSTEM, "rank %d was there and left before all had met", gone);
     return zero_ok();
 }
 
@@ -749,23 +761,27 @@ static inline void zero_world_finish(ZeroWorld* world) {
     world->ranks = 1;
 }
 
-/* This rank alone gives up. Under MPI all ranks end here, and it does not return. Otherwise it leaves word
-   for the others, whose next agree, gather or wait fails, and returns: end the process. Harmless after a
-   failed start. */
-static inline void zero_world_abort(ZeroWorld* world, int code) {
-#ifndef ZERO_NO_NCCL
-    if (world->comm != NULL) (void)ncclCommAbort(world->comm); /* ends kernels that wait for a peer */
-#endif
-    world->comm = NULL;
-#ifdef ZERO_USE_MPI
-    if (world->method == ZERO_WORLD_MPI) MPI_Abort(MPI_COMM_WORLD, code);
-#endif
-    if (world->method == ZERO_WORLD_FS) {
-        int word[2] = {world->rank, code};
+/* For a thread that watches while the program may be blocked (ZeroWatchdogConfig.peer_gone): 1 if a rank has left
+   word, or if the next rank has died, which leaves word as soon as the one after it dies; and why. It looks at files only,
+   and the world may be in use meanwhile, but not in zero_world_start or zero_world_finish. 0 under MPI: nobody knows. */
+static inline int zero_world_peer_gone(void* of, char* why, size_t bytes) {
+    const ZeroWorld* world = (const ZeroWorld*)of;
+    if (world->method != ZERO_WORLD_FS || world->ranks < 2) return 0;
+    const int next = (world->rank + 1) % world->ranks;
+    const ZeroResult result = zero_world_peers(world, next, next);
+    if (result.code != ZERO_OK) snprintf(why, bytes, "%s", result.text);
+    return result.code != ZERO_OK;
+}
+
+/* This rank alone gives up: leaves word for the others, whose next agree, gather, wait or peer_gone finds it. It waits for
+   nothing, neither streams nor NCCL nor MPI, and returns; call _exit then, because exit and destructors may wait for
+   kernels that wait for a peer. Under MPI that end is the word. Harmless after a failed start; any thread. */
+static inline void zero_world_abort(const ZeroWorld* world, int code) {
+    int word[2] = {world->rank, code};
+    if (world->method == ZERO_WORLD_FS)
         (void)zero_world_put(world, zero_world_path(world, "run", world->nonces[0], 0, world->ranks), word,
                              sizeof(word), NULL);
-        zero_world_fs_close(world, 0);
-    }
+    if (world->method == ZERO_WORLD_FS) unlink(zero_world_path(world, "hello", NULL, 0, world->rank).text);
 }
 
 #endif /* LLMC_ZERO_WORLD_CUH_INCLUDED */

@@ -273,7 +273,7 @@ static inline ZeroResult zero_gpt2_old_apply(const ZeroGpt2OldState* old) {
     ZeroResult result = zero_params_settle(z);
     if (result.code == ZERO_OK) result = zero_guard([&]() { return zero_gpt2_old_pieces(old, &staging); });
     if (result.code != ZERO_OK) zero_comm_drain(&z->comm);
-    zero_staging_free(&staging);
+    zero_staging_free(&staging, &z->comm);
     ZERO_TRY(zero_agree(z, result));
     ZERO_TRY(zero_set_t(z, old->step));
     z->status_stale = 1;

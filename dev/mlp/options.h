@@ -31,7 +31,8 @@ typedef struct Options {
     long long bucket_unit; /* -K unit */
     long long plan, help, hash_every, read_back;
     const char* trace;
-    double device_mb;
+    double device_mb, limit_s;
+    long long has_directory, has_trace; /* -o, -T given: of these only that must be the same on all ranks */
 } Options;
 
 typedef enum OptionKind {
@@ -111,6 +112,8 @@ static const Option OPTIONS[] = {
      "compare the ranks' hashes of the params every k steps, 0 = at the end only (0)"},
     {"-V", OPTION_INT, OPTION_AT(read_back), 0, 1, NULL, NULL,
      "verify: other ranks read back what a checkpoint's writers wrote, before it gets its name (1)"},
+    {"-W", OPTION_REAL, OPTION_AT(limit_s), 0.1, 1e9, NULL, NULL,
+     "end the run after so many seconds without progress: a rank is gone or stuck (600)"},
     {"--memory", OPTION_REAL, OPTION_AT(device_mb), 1, 1e12, NULL, NULL,
      "with --plan: device memory in MB, for the largest -L that fits (80000)"},
     {"--plan", OPTION_SWITCH, OPTION_AT(plan), 0, 0, NULL, NULL, "print the memory plan and stop"},
@@ -123,7 +126,7 @@ static inline Options options_default(void) {
     memset(&o, 0, sizeof(o));
     o.batch = 20, o.steps = 1, o.stage = 1, o.masters = 1, o.lr = 0.01;
     o.start_ranks = 1, o.read_back = 1;
-    o.device_mb = 80000;
+    o.device_mb = 80000, o.limit_s = 600;
     o.layers = 20, o.width = 2000, o.algorithm = ZERO_ADAM, o.overlap = 1;
     o.beta1 = 0.9, o.beta2 = 0.999, o.eps = 1e-8, o.momentum = 0.9;
     return o;
@@ -263,6 +266,7 @@ static inline ZeroResult options_check_start(const Options* o) {
 static inline Options options_comparable(const Options* o) {
     Options c;
     memcpy(&c, o, sizeof(c)); /* padding too */
+    c.has_directory = o->directory != NULL, c.has_trace = o->trace != NULL;
     c.directory = c.start_method = c.server = c.start_path = c.trace = NULL;
     c.start_rank = 0;
     return c;
@@ -275,6 +279,8 @@ static inline const char* options_difference(const Options* a, const Options* b)
         if (memcmp((const char*)a + OPTIONS[k].field, (const char*)b + OPTIONS[k].field, sizeof(long long)) !=
             0)
             return OPTIONS[k].flag;
+    if (a->has_directory != b->has_directory) return "-o";
+    if (a->has_trace != b->has_trace) return "-T";
     return a->bucket_unit != b->bucket_unit ? "-K" : NULL;
 }
 
