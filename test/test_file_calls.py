@@ -145,7 +145,8 @@ def test_every_call(client, two, tmp_path):
         codes = disturbed(folder, tmp_path / f"meet{number}", rank, client(FAIL=f"{call}:{n}:{what}"), texts)
         said = [line for _, err in texts for line in own_lines(err, "train_mlp: ")]
         if what.startswith("kill"):
-            assert codes[rank] == -9 and codes[1 - rank] != 0, f"{case}: {codes} {said}"
+            # after the save the other may have ended well before
+            assert codes[rank] == -9 and (codes[1 - rank] != 0 or 4 in steps_in(folder)), f"{case}: {codes} {said}"
         else:
             assert codes in ([0, 0], [1, 1]), f"{case}: {codes} {said}"
             assert len(said) == codes[0], f"{case}: {said}"
