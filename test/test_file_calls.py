@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 
 import launch
 import pytest
@@ -157,46 +157,57 @@ def test_a_page_that_gets_lost(client, two, victim, tmp_path):
         assert of_run(folder) == wanted
 
 
-def calls_in(log, name):
-    """{process: [(call, offset, bytes, how)]} of the calls for a file, or the folder."""
-    found = defaultdict(list)
-    for line in log.read_text().splitlines():
-        pid, call, of, offset, size, how = line.split(" ", 5)
-        if of in (name, f"{name}.tmp", "folder"):
-            found[int(pid)].append((call if of != "folder" else f"folder {call}", int(offset), int(size), how))
-    return found
+Call = namedtuple("Call", "pid call name offset bytes how")
+
+
+def calls_in(log):
+    """[Call] of all processes, in the order in which they began."""
+    words = [line.split(" ", 5) for line in log.read_text().splitlines()]
+    return [Call(pid, call, name, int(offset), int(size), how) for pid, call, name, offset, size, how in words]
+
+
+def pages_of(call):
+    return range(call.offset // PAGE, (call.offset + call.bytes - 1) // PAGE + 1)
 
 
 @pytest.mark.parametrize("shape", SHAPES if ALL else ["large slices", "small slices"])
 def test_the_order_of_calls(client, shape, tmp_path):
-    """On each rank data, then sync and close; header, sync; read back; name; folder. Descriptors that write do not read, no
-    page is written by two ranks."""
+    """On each rank data, sync, close; then the header, sync; on each rank what others wrote is read; then the name, the
+    folder, the end of the older file. Descriptors that write do not read, each page is written by one rank."""
     log, folder = tmp_path / "log", tmp_path / "run"
-    train(f"{SHAPES[shape]} -x 2 -n 2", folder, 3, client(LOG=log))
+    train(f"{SHAPES[shape]} -x 2 -n 1 -nk 1", folder, 3, client(LOG=log))
+    size = path_of(folder, 2).stat().st_size
     data = 8 + int.from_bytes(path_of(folder, 2).read_bytes()[:8], "little")
     assert data % PAGE == 0
-    owner = {}
-    for pid, calls in calls_in(log, path_of(folder, 2).name).items():
-        if not any(call == "pwrite" for call, *_ in calls):   # mpirun
-            continue
-        assert {how for *_, how in calls} <= {"writes", "reads"}
-        # a save comes after the check before step 1, whose last sync is that of its own few bytes
-        names = [call for call, *_ in calls]
-        first = [i for i, (call, offset, size, _) in enumerate(calls) if call == "pwrite" and size > 8][0]
-        written = [(i, offset, size) for i, (call, offset, size, _) in enumerate(calls) if call == "pwrite" and i >= first]
-        pieces = [(i, offset, size) for i, offset, size in written if offset >= data]
-        assert names[pieces[-1][0] + 1:][:2] == ["fsync", "close"], "data is synced and closed"
-        for _, offset, size in written:
-            for page in range(offset // PAGE, (offset + size - 1) // PAGE + 1):
-                assert owner.setdefault(page, pid) == pid, f"page {page} is written by two ranks"
-        assert "pread" in names[pieces[-1][0]:], "it is read back"
-        if "rename" in names:
-            header = [i for i, offset, _ in written if offset == 0]
-            assert len(header) == 1 and header[0] > pieces[-1][0] and names[header[0] + 1] == "fsync"
-            assert names.index("rename") > header[0] + 1 + names[header[0] + 1:].index("pread")
-            assert names[names.index("rename"):][:3] == ["rename", "folder open", "folder fsync"] or \
-                names[names.index("rename"):][:2] == ["rename", "folder fsync"]
-    assert len(set(owner.values())) == 3, "all ranks write"
+    calls, temporary = calls_in(log), f"{path_of(folder, 2).name}.tmp"
+    save = [(at, call) for at, call in enumerate(calls) if call.name == temporary]
+    assert {(call.call, call.how) for _, call in save if call.call[0] == "p"} == {("pwrite", "writes"), ("pread", "reads")}
+    assert {call.how for _, call in save} == {"writes", "reads"}
+    (header, first), = [(at, call) for at, call in save if call.call == "pwrite" and call.offset == 0 and call.bytes > 8]
+    (rename, _), = [(at, call) for at, call in save if call.call == "rename"]
+
+    owner, read = {}, set()
+    for _, call in save:
+        for page in pages_of(call) if call.call == "pwrite" else ():
+            assert owner.setdefault(page, call.pid) == call.pid, f"page {page} is written by two ranks"
+    assert sorted(owner) == list(range((size - 1) // PAGE + 1)) and len(set(owner.values())) == 3
+    for pid in set(owner.values()):
+        own = [(at, call) for at, call in save if call.pid == pid]
+        last = max(i for i, (_, call) in enumerate(own) if call.call == "pwrite" and call.offset >= data)
+        assert [call.call for _, call in own[last + 1:last + 3]] == ["fsync", "close"]
+        assert own[last + 2][0] < header, "the header comes when the data of all ranks is synced and closed"
+        back = [(at, call) for at, call in own if call.call == "pread" and call.bytes > 8 and call.offset >= data]
+        pages = {page for _, call in back for page in pages_of(call)}
+        assert pages and all(owner[page] != pid for page in pages), "a rank reads what another has written"
+        read |= pages
+        closed = [at for at, call in own if call.call == "close" and call.how == "reads"]
+        assert header < back[0][0] and back[-1][0] < closed[-1] < rename, "the name comes when all ranks have read"
+    assert read == {page for page in owner if page >= data // PAGE}
+    after = [(call.call, call.name) for call in calls[header + 1:] if call.pid == first.pid and call.name != "main.log"]
+    assert after[0] == ("fsync", temporary)
+    assert after[after.index(("rename", temporary)):][1:3] == [("open", "folder"), ("fsync", "folder")]
+    old = path_of(folder, 1).name
+    assert ("unlink", old) in after[after.index(("fsync", "folder")):]
 
 
 # ----------------------------------------------------------------------------- one call fails, or is the last
@@ -272,6 +283,8 @@ def test_every_call(client, two, tmp_path):
             told = [line for line in said if name != "main.log" or f"rank {rank} called ncclCommAbort" not in line]
             assert len(told) == codes[0], f"{case}: {said}"
             assert not list(folder.glob("*.tmp")), case
+        if not codes[0] and not what.startswith("kill"):
+            print("harmless:", case)
         endings["killed" if what.startswith("kill") else "error" if codes[0] else "harmless"] += 1
         steps = steps_in(folder)
         assert steps and max(steps) >= 2, f"{case}: {steps}"
