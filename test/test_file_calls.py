@@ -283,8 +283,8 @@ def test_every_call(client, two, tmp_path):
             told = [line for line in said if name != "main.log" or f"rank {rank} called ncclCommAbort" not in line]
             assert len(told) == codes[0], f"{case}: {said}"
             assert not list(folder.glob("*.tmp")), case
-        if not codes[0] and not what.startswith("kill"):
-            print("harmless:", case)
+            # a lock that cannot be had, what is closed after it was read or synced, what is left for the next to delete
+            assert codes[0] or call in ("open", "close", "fclose", "unlink"), f"{case} is not said"
         endings["killed" if what.startswith("kill") else "error" if codes[0] else "harmless"] += 1
         steps = steps_in(folder)
         assert steps and max(steps) >= 2, f"{case}: {steps}"
