@@ -1,13 +1,15 @@
 """-R ordered: the number of ranks does not change a bit, of log, parameters, m, v, masters (run_hash), and file."""
 
 import itertools
-
+import os
+import shutil
 import sys
 
 import pytest
 from conftest import LONG, run, slow
 from train_lines import STREAM_MODES, check_ok, run_lines
 
+ALL = os.environ.get("RUN_ALL") == "1"
 BASE = "-I split -b 4 -d 48 -L 3 -C 67 -x 6 -l 3e-3 -R ordered -G 0.15"   # 12 micro-batches: 5 ranks do not divide them
 SAVES = "-n 4"   # checkpoints of steps 4 and 6
 POISON = "POISON=48,148,256"   # steps 2, 4 and 6 see a micro-batch that is not finite: first, in the middle, last of a round
@@ -46,6 +48,25 @@ def test_one_run_at_any_number_of_ranks(ranks, alone, tmp_path):
     for (kind, plan), outcome in runs(lines, ranks, tmp_path).items():
         assert outcome.bits() == alone[kind].bits(), f"{kind} {plan}: {outcome.log} {alone[kind].log}"
         assert outcome.files == alone[kind].files, f"{kind} {plan}"
+
+
+LARGE = "-I split -b 2 -d 12 -L 3 -C 601 -x 2 -n 2 -R ordered"   # files of three to four pieces
+
+
+@pytest.fixture(scope="module")
+def large_alone(tmp_path_factory):
+    return {kind: one.files for kind, one in runs({kind: f"{LARGE} {kind}" for kind in KINDS[:3]}, 1,
+                                                  tmp_path_factory.mktemp("large")).items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6])
+def test_one_file_of_many_pieces(ranks, large_alone, tmp_path):
+    """Slices larger and smaller than a piece of the file, buckets that end inside one."""
+    plans = list(itertools.product(KINDS[:3], range(4), ("0", "unit", "0.05")))
+    lines = {plan: "{} {} -z {} -K {}".format(LARGE, *plan) for plan in (plans if ALL else plans[ranks::7])}
+    for plan, outcome in runs(lines, ranks, tmp_path).items():
+        assert outcome.files == large_alone[plan[0]], plan
+    shutil.rmtree(tmp_path)
 
 
 @pytest.mark.parametrize("ranks", [2, 5, pytest.param(3, marks=slow)])

@@ -305,6 +305,8 @@ static inline ZeroResult report_close(Report* report, const Summary* summary) {
         failed = failed || rename(temporary, path) != 0 || folder_sync(place) != 0;
     }
     if (!failed) return zero_ok();
+    const int error = errno;
+    unlink(temporary);
     return zero_error(ZERO_ERROR_SYSTEM, "writing main.log or summary.json in %.120s: %s",
-                      report->options->directory, strerror(errno));
+                      report->options->directory, strerror(error));
 }
