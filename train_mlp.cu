@@ -459,6 +459,7 @@ static ZeroResult resume(Mlp* mlp) {
     ZeroString data;
     ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
     if (!o->resume) return zero_ok();
+    zero_watchdog_at(&watchdog, "load");
     ZeroResult result = zero_checkpoint_resume(&mlp->zero, o->directory, &what, NULL, &passed_over, &found);
     for (size_t i = 0; i < passed_over.size() && mlp->world->rank == 0; i++)
         printf("passed over: %s\n", passed_over[i].c_str());
@@ -485,6 +486,7 @@ static ZeroResult check_saves(Mlp* mlp) {
     ZeroCheckpoint what = mlp_checkpoint(mlp, &data);
     if (!every || mlp->steps_done >= o->steps) return zero_ok();
     if (first > o->steps) first = o->steps;
+    zero_watchdog_at(&watchdog, "check of saves");
     what.step = (uint64_t)first;
     ZeroResult result = zero_checkpoint_path(path, sizeof(path), o->directory, what.step);
     if (result.code == ZERO_OK) result = zero_checkpoint_check(&mlp->zero, path, &what);
@@ -830,6 +832,7 @@ static ZeroResult run(ZeroWorld* world, const Options* o, ZeroResult parsed, int
     zero_watchdog_at(&watchdog, "ncclCommInitRank");
     ZeroResult result = name_start_flags(zero_world_device(world), o);
     zero_watchdog_comm(&watchdog, world->comm);
+    zero_watchdog_at(&watchdog, "set-up");
     *fatal = world->broken;
     return result.code == ZERO_OK ? train(world, o, fatal) : result;
 }
@@ -926,7 +929,7 @@ int main(int argc, char** argv) {
     result = run(&world, &options, parsed, &fatal);
     if (fflush(stdout) != 0 && errno != EPIPE && result.code == ZERO_OK)
         result = zero_error(ZERO_ERROR_SYSTEM, "writing to standard output: %s", strerror(errno));
-    if (fatal) give_up(&world, result);
+    if (fatal || world.broken) give_up(&world, result);
     if (result.code != ZERO_OK && world.rank == 0) print_error("", result);
     zero_watchdog_at(&watchdog, "end");
     zero_watchdog_leave(&watchdog);

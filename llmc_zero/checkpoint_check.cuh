@@ -31,6 +31,7 @@ static inline ZeroResult zero_check_write(ZeroSave* save) {
 static inline ZeroResult zero_check_run(ZeroSave* save, const char* path) {
     ZeroOptimizer* z = save->z;
     ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_check"));
+    zero_comm_progress(&z->comm, "check of saves");
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
     ZERO_TRY(zero_save_compare(save));
     ZERO_TRY(zero_agree(z, zero_save_create(save)));

@@ -102,7 +102,8 @@ typedef struct ZeroWorld {
     char host[72];
     int device;      /* from zero_world_device; -1 before */
     ncclComm_t comm; /* from zero_world_device; NULL before, and for one rank without NCCL */
-    int broken; /* this rank failed where the others may still wait for it: zero_world_abort, then _exit */
+    int broken; /* an exchange failed, or this rank where the others may still wait for it: zero_world_abort, then
+                   _exit */
 
     /* private */
     ZeroWorldMethod method;
@@ -571,7 +572,11 @@ static inline ZeroResult zero_world_gather(ZeroWorld* world, const void* mine, s
             MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, world->mpi),
             "MPI_Allgather");
 #endif
-    if (world->method == ZERO_WORLD_FS) return zero_world_fs_gather(world, mine, bytes, all);
+    if (world->method == ZERO_WORLD_FS) {
+        const ZeroResult result = zero_world_fs_gather(world, mine, bytes, all);
+        if (result.code != ZERO_OK) world->broken = 1;
+        return result;
+    }
     memmove(all, mine, bytes);
     return zero_ok();
 }

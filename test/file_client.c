@@ -11,6 +11,7 @@
        FILE_CLIENT_CACHE=whole    descriptors that only write fetch pages, too
        FILE_CLIENT_PAGE=BYTES     of a page (4096; up to 65536)
        FILE_CLIENT_LOSE=N         the N-th page that goes back does not arrive, and nobody says so
+       FILE_CLIENT_DELAY=MS       each write takes so much longer
        FILE_CLIENT_LOG=FILE       a line a call: "PID CALL NAME OFFSET BYTES HOW"
        FILE_CLIENT_FAIL=CALL:N:E  the N-th such call fails with errno E; E "kill": the process is killed before it,
                                   "killed": after it
@@ -298,6 +299,7 @@ int fcntl(int fd, int command, ...) {
 ssize_t pwrite(int fd, const void* from, size_t bytes, off_t offset) {
     ssize_t done = (ssize_t)bytes;
     if (!known(fd)) return syscall(SYS_pwrite64, fd, from, bytes, offset);
+    if (getenv("FILE_CLIENT_DELAY")) usleep(1000 * (useconds_t)atoi(getenv("FILE_CLIENT_DELAY")));
     CALL("pwrite", descriptors[fd].name, offset, bytes, descriptors[fd].flags, -1,
          if (!descriptors[fd].file) done = syscall(SYS_pwrite64, fd, from, bytes, offset);
          else if (cached_write(fd, (const char*)from, bytes, offset) != 0) done = -1);

@@ -22,6 +22,7 @@ struct Options {
     int drop_wait;         // 0: none
     std::string fail_name; // "": none
     long fail_call;
+    std::string fail_action; // "": it fails
     size_t memory_bytes; // 0: what the machine has
     size_t round_bytes;  // allocations are made a multiple of this
     int devices;         // as CUDA_VISIBLE_DEVICES leaves them

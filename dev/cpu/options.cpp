@@ -1,10 +1,13 @@
 /* dev/cpu/options.cpp - the environment (README.md lists it), calls that fail to order, and the end of a
    process */
 #include "internal.h"
+#include <signal.h>
 #include <atomic>
 #include <errno.h>
 #include <limits.h>
+#include <chrono>
 #include <mutex>
+#include <thread>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -111,13 +114,17 @@ static void read_options() {
     o.drop_wait = (int)number_from("CUDA_CPU_DROP_WAIT", 0, 0);
     o.fail_call = 0;
     const char* fail = text_from("CUDA_CPU_FAIL", "");
-    const char* colon = strrchr(fail, ':');
+    const char* colon = strchr(fail, ':');
+    o.fail_action.clear();
     if (*fail) {
         char* end = NULL;
         if (colon)
             o.fail_name.assign(fail, (size_t)(colon - fail)), o.fail_call = strtol(colon + 1, &end, 10);
-        if (!colon || *end || o.fail_call < 1)
-            fatal("CUDA_CPU_FAIL=%s: name:n with n from 1 is needed", fail);
+        if (end && *end == ':') o.fail_action = end + 1;
+        const bool known = o.fail_action.empty() || o.fail_action == "kill" || o.fail_action == "stop" ||
+                           atof(o.fail_action.c_str()) > 0;
+        if (!colon || (*end && *end != ':') || o.fail_call < 1 || !known)
+            fatal("CUDA_CPU_FAIL=%s: name:n with n from 1, or name:n:kill, stop or seconds is needed", fail);
     }
     o.memory_bytes = (size_t)number_from("CUDA_CPU_MEMORY", 0, 0);
     o.round_bytes = (size_t)number_from("CUDA_CPU_ROUND", 1, 1);
@@ -154,8 +161,16 @@ bool silent_deaths() { return options().silent_deaths; }
 bool fail_now(const char* name) {
     const Options& o = options();
     if (!fail_wanted.load(std::memory_order_relaxed)) return false;
-    std::lock_guard<std::mutex> hold(fail_lock);
-    return o.fail_name == name && ++fail_calls == o.fail_call;
+    {
+        std::lock_guard<std::mutex> hold(fail_lock);
+        if (o.fail_name != name || ++fail_calls != o.fail_call) return false;
+    }
+    if (o.fail_action.empty()) return true;
+    if (o.fail_action == "kill") kill(getpid(), SIGKILL);
+    if (o.fail_action == "stop") kill(getpid(), SIGSTOP);
+    const double seconds = atof(o.fail_action.c_str());
+    if (seconds > 0) std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    return false;
 }
 
 } // namespace cuda_cpu
