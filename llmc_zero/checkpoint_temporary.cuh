@@ -2,7 +2,7 @@
 
    Nothing here knows ranks or devices. Every call that a signal may break off is made again (zero_retry).
 
-   defines: zero_folder_of, zero_save_remove_stale, zero_save_room, zero_save_mark, zero_save_open_marked,
+   defines: zero_folder_of, zero_save_remove_stale, zero_save_room, zero_save_mark, zero_save_check_mark,
             zero_save_sync_file, zero_save_sync_folder
 */
 #ifndef LLMC_ZERO_CHECKPOINT_TEMPORARY_CUH_INCLUDED

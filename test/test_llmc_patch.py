@@ -741,7 +741,7 @@ def test_writing_that_fails_on_the_nth_file_changes_nothing(tree, patch, monkeyp
         assert patch()[0] == 0
     flags = {"patch": [], "to mends only": ["--mends-only"], "revert": ["--revert"]}[way]
     before = contents(tree)
-    for n in range(1, 100):
+    for n in range(1, 200):
         calls["left"] = n
         with monkeypatch.context() as patched:
             patched.setattr(owner, call, failing)
