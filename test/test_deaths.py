@@ -96,11 +96,10 @@ def test_a_rank_that_leaves_before_all_have_met(tmp_path):
     assert "rank 1 was there and left before all had met" in end(first)[1] and first.returncode == 1
     shutil.rmtree(meet)
     meet.mkdir()
-    processes = [start([*words, "-pn", number, "-pr", rank]) for rank, number in enumerate((3, 3, 2))]
-    outputs = [end(process)[1] for process in processes[:2]]
-    assert [process.returncode for process in processes[:2]] == [1, 1]
+    processes = [start([*words, "-pn", number, "-pr", rank]) for rank, number in enumerate((3, 2, 3))]
+    outputs = [end(process)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1, 1]
     assert all("was started for" in err or "left before all had met" in err for err in outputs), outputs
-    end(processes[2])
 
 
 # ----------------------------------------------------------------------------- slow is not dead
@@ -117,12 +116,12 @@ def test_a_slow_save_is_no_death(client, tmp_path):   # noqa: F811
 
 
 def test_a_slow_step_is_no_death(tmp_path):
-    batches = 1200
+    batches = 800
     while True:
-        out, err = end(start([*launch.command(2, ["./train_mlp"]), *f"-L 2 -C 100 -b 1 -d {batches} -I split -W 4".split()],
+        out, err = end(start([*launch.command(2, ["./train_mlp"]), *f"-L 2 -C 100 -b 1 -d {batches} -I split -W 3".split()],
                              {"CUDA_CPU_NCCL_DEATH": "silent"}))
         assert "params hash" in out, err
-        if float(re.search(r" (\S+) ms \| exposed", out)[1]) > 6000:
+        if float(re.search(r" (\S+) ms \| exposed", out)[1]) > 4500:
             return
         batches *= 3
 
