@@ -151,9 +151,9 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
     report->norm = z->norm;
     ZERO_TRY(report_keep(report, step_ms, z->exposed_ms));
     if (!report->writes) return zero_ok();
-    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s\n", step, o->steps,
-           loss, (double)z->norm, o->lr, step_ms, z->exposed_ms,
-           z->skip ? " | skipped: a gradient is not finite" : "");
+    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s%s\n", step, o->steps,
+           loss, (double)z->norm, o->lr, step_ms, z->exposed_ms, z->skip ? " | skipped: " : "",
+           z->skip ? zero_skip_text(z->skip) : "");
     fflush(stdout);
     if (report->log) {
         fprintf(report->log, "s:%lld trl:%.9g lr:%.9g norm:%.9g\n", step, loss, o->lr, (double)z->norm);
