@@ -275,13 +275,15 @@ template <typename Settings>
 static __global__ void zero_norm_again_kernel(const uint64_t* sums, const Settings settings, uint64_t t,
                                               ZeroScalars* s) {
     double norm = 0.0, factor = 0.0;
+    ZeroSkip skip;
     if (s->skip == ZERO_SKIP_TOO_LARGE || s->skip == ZERO_SKIP_TOO_SMALL)
         s->skipped--; /* as if nothing had been decided yet */
     else if (s->skip == ZERO_SKIP_NONE)
         s->t--;
     else
         return;
-    zero_settle_step(zero_decide(sums, settings, &norm, &factor), factor, t, settings, s);
+    skip = zero_decide(sums, settings, &norm, &factor);
+    zero_settle_step(skip, factor, t, settings, s);
 }
 
 /* The caller drops the step that was just decided on. */

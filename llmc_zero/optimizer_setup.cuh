@@ -129,7 +129,7 @@ static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind
         cudaGetLastError(); /* a refused allocation is reported here, not by the next call */
         cudaMemGetInfo(&free_bytes, &total_bytes);
         return zero_error(ZERO_ERROR_MEMORY,
-                          "%s needs %.1f MB of device memory, %.1f MB are free (%s): use "
+                          "%s needs %.1f MB of device memory, %.1f MB are free (cudaMalloc: %s): use "
                           "more ranks, a higher stage, a smaller model or bf16",
                           what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes, cudaGetErrorString(error));
     }
@@ -249,16 +249,13 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
 /* Puts a chunk table on the device. */
 static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, const ZeroChunk* chunks, size_t count,
                                             ZeroChunk** device_chunks) {
-    cudaError_t error;
     ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a chunk table", count * sizeof(ZeroChunk),
                                (void**)device_chunks));
     if (count == 0) return zero_ok();
     /* on the stream that reads it, and finished before the host's copy goes */
-    error = cudaMemcpyAsync(*device_chunks, chunks, count * sizeof(ZeroChunk), cudaMemcpyHostToDevice,
-                            z->comm.compute);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(z->comm.compute);
-    if (error != cudaSuccess)
-        return zero_error(ZERO_ERROR_CUDA, "copying a chunk table: %s", cudaGetErrorString(error));
+    ZERO_TRY_CUDA(cudaMemcpyAsync(*device_chunks, chunks, count * sizeof(ZeroChunk), cudaMemcpyHostToDevice,
+                                  z->comm.compute));
+    ZERO_TRY_CUDA(cudaStreamSynchronize(z->comm.compute));
     return zero_ok();
 }
 

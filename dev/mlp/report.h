@@ -186,6 +186,12 @@ static inline void sum_segment(ParamsDigest* digest, const ZeroSegment* segment,
     digest->plain_sum += sum;
 }
 
+static inline ZeroResult read_segment(void* host, const void* params, size_t bytes, ZeroComm* comm) {
+    ZERO_TRY(zero_comm_drain(comm));
+    ZERO_TRY_CUDA(cudaMemcpy(host, params, bytes, cudaMemcpyDeviceToHost));
+    return zero_ok();
+}
+
 /* The sums: reads all params back, segment by segment. Biases are the odd segments. All ranks call it, for in stage 3 each
    unit has to be gathered. */
 static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, size_t width) {
@@ -202,11 +208,7 @@ static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, siz
     for (int s = 0; s < layout->segments_count && result.code == ZERO_OK; s++) {
         const ZeroSegment* segment = &layout->segments[s];
         result = zero_params_visit(z, s, &open, &params);
-        if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
-        if (result.code == ZERO_OK &&
-            cudaMemcpy(host, params, segment->count * bytes, cudaMemcpyDeviceToHost) != cudaSuccess)
-            result =
-                zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(cudaGetLastError()));
+        if (result.code == ZERO_OK) result = read_segment(host, params, segment->count * bytes, &z->comm);
         if (result.code == ZERO_OK)
             sum_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
     }
