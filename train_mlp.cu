@@ -124,6 +124,13 @@ static ZeroResult mlp_plan(const Mlp* mlp, int rank, ZeroPlan* plan) {
     return zero_plan(plan, &mlp->layout, &choice);
 }
 
+static ZeroResult ask_device(int number, cudaDeviceProp* device, size_t* free_bytes) {
+    size_t total_bytes;
+    ZERO_TRY_CUDA(cudaMemGetInfo(free_bytes, &total_bytes));
+    ZERO_TRY_CUDA(cudaGetDeviceProperties(device, number));
+    return zero_ok();
+}
+
 // Refuses what cannot fit before anything is allocated. Collective, because ranks may share a device: what they want is
 // added up, and all of them get the same answer. CUDA's context is there by now, and so is what NCCL takes at start-up. What
 // it takes at the first collective is not counted: a run is not refused for an assumption.
@@ -133,17 +140,14 @@ static ZeroResult mlp_check_memory(const Mlp* mlp) {
         double wanted, free;
     } Wish;
     const ZeroWorld* world = mlp->world;
-    size_t free_bytes = 0, total_bytes = 0;
+    size_t free_bytes = 0;
     cudaDeviceProp device;
     ZeroPlan plan;
     Wish mine, *all = (Wish*)calloc((size_t)world->ranks, sizeof(Wish));
     ZeroResult result = all ? mlp_plan(mlp, world->rank, &plan)
                             : zero_error(ZERO_ERROR_MEMORY, "no host memory for %d numbers", world->ranks);
     memset(&mine, 0, sizeof(mine));
-    if (result.code == ZERO_OK && (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess ||
-                                   cudaGetDeviceProperties(&device, world->device) != cudaSuccess))
-        result = zero_error(ZERO_ERROR_CUDA, "asking the device for its memory: %s",
-                            cudaGetErrorString(cudaGetLastError()));
+    if (result.code == ZERO_OK) result = ask_device(world->device, &device, &free_bytes);
     result = zero_world_agree(mlp->world, result);
     if (result.code == ZERO_OK) {
         memcpy(mine.host, world->host, sizeof(mine.host));
@@ -177,7 +181,7 @@ static ZeroResult mlp_allocate(Mlp* mlp, void** pointer, const char* what, size_
     if (error != cudaSuccess) {
         *pointer = NULL;
         cudaGetLastError();
-        return zero_error(ZERO_ERROR_MEMORY, "%s of %.1f MB: %s", what, 1e-6 * (double)bytes,
+        return zero_error(ZERO_ERROR_MEMORY, "%s of %.1f MB: cudaMalloc: %s", what, 1e-6 * (double)bytes,
                           cudaGetErrorString(error));
     }
     zero_memory_add(&mlp->memory, ZERO_MEMORY_ACTIVATIONS, bytes);
@@ -199,6 +203,12 @@ static size_t narrow(const Mlp* mlp, float* host, size_t count) {
     return count * zero_dtype_bytes(mlp->dtype);
 }
 
+static ZeroResult write_segment(Mlp* mlp, int s, const void* host) {
+    ZERO_TRY(zero_params_write(&mlp->zero, s, 0, mlp->layout.segments[s].count, host));
+    ZERO_TRY_CUDA(cudaStreamSynchronize(mlp->stream));
+    return zero_ok();
+}
+
 // The recipe's initial weights: seed, then weight and bias of each layer, as nn.Linear draws them on a CPU.
 static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
     const double bound = torch_linear_bound(mlp->width);
@@ -209,13 +219,17 @@ static ZeroResult mlp_initialise(Mlp* mlp, TorchRandom* random) {
         const ZeroSegment* segment = &mlp->layout.segments[s];
         torch_uniform(random, host, segment->count, bound);
         narrow(mlp, host, segment->count);
-        result = zero_params_write(&mlp->zero, s, 0, segment->count, host);
-        if (result.code == ZERO_OK && cudaStreamSynchronize(mlp->stream) != cudaSuccess)
-            result =
-                zero_error(ZERO_ERROR_CUDA, "writing parameters: %s", cudaGetErrorString(cudaGetLastError()));
+        result = write_segment(mlp, s, host);
     }
     free(host);
     return result;
+}
+
+static ZeroResult write_row(Mlp* mlp, size_t row, const void* host, size_t bytes) {
+    ZERO_TRY_CUDA(
+        cudaMemcpyAsync(row_at(mlp, mlp->data, row), host, bytes, cudaMemcpyHostToDevice, mlp->stream));
+    ZERO_TRY_CUDA(cudaStreamSynchronize(mlp->stream));
+    return zero_ok();
 }
 
 // -I recipe: every rank goes on with the model's random numbers; own: each from a seed of its own. Drawn once.
@@ -228,11 +242,7 @@ static ZeroResult mlp_draw_data(Mlp* mlp, TorchRandom* random) {
         return zero_error(ZERO_ERROR_MEMORY, "-b %lld: no host memory for a batch", mlp->options->batch);
     for (size_t row = 0; row < 2 * data_sets(mlp) && result.code == ZERO_OK; row++) {
         torch_normal(random, host, mlp->row_count);
-        const size_t bytes = narrow(mlp, host, mlp->row_count);
-        if (cudaMemcpyAsync(row_at(mlp, mlp->data, row), host, bytes, cudaMemcpyHostToDevice, mlp->stream) !=
-                cudaSuccess ||
-            cudaStreamSynchronize(mlp->stream) != cudaSuccess)
-            result = zero_error(ZERO_ERROR_CUDA, "copying data: %s", cudaGetErrorString(cudaGetLastError()));
+        result = write_row(mlp, row, host, narrow(mlp, host, mlp->row_count));
     }
     free(host);
     return result;

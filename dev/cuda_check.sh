@@ -16,7 +16,7 @@ set -euo pipefail
 [[ ${LLMC_DIR:-/} == /* ]] || export LLMC_DIR=$PWD/$LLMC_DIR
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=build/cuda-check
-host_only=(check layout schedule memory)   # headers that need no CUDA
+host_only=(check layout schedule memory numbers call_order)   # headers that need no CUDA
 
 # One job: its name, then its command line. Its output goes to a file, which is shown if the job fails.
 if [[ ${1:-} == --job ]]; then
@@ -86,7 +86,7 @@ for header in llmc_zero/*.cuh; do
     case $name in
     checkpoint | checkpoint_parts | checkpoint_grid | checkpoint_temporary | checkpoint_save | checkpoint_check | checkpoint_load) continue ;;   # checkpoint_folder.cuh includes these
     optimizer_setup | optimizer_params | optimizer_grads | slots) continue ;;   # optimizer.cuh includes these
-    timeline | collectives | grad_norm | reduce | adamw | optimizer | replicas)
+    timeline | collectives | grad_norm | reduce | adamw | optimizer | optimizer_drop | replicas)
         [[ ${RUN_ALL:-} == 1 ]] || continue ;;   # llmc_zero.cuh includes these; alone with make test-all, on the CPU
     esac
     first=$work/$name.first.cu second=$work/$name.second.cu

@@ -175,7 +175,7 @@ static ZeroResult make_buffers(Bench* b, ZeroRounding rounding) {
     ZERO_TRY(fill(b->arena, b->arena_bytes - states, 0x80ff80ffu, b->stream));
     ZERO_TRY(fill(b->update.exp_avg_sq, states, 0x00ff00ffu, b->stream));
     ZERO_TRY(zero_norm_squares(&b->norm, b->stream));
-    ZERO_TRY(zero_norm_share(&b->norm, 0, b->stream));
+    ZERO_TRY(zero_norm_share(&b->norm, 0, 0, b->stream));
     ZERO_TRY(zero_norm_finish(&b->norm, &settings, b->stream));
     ZERO_TRY_CUDA(cudaMemcpyAsync(&result, scalars, sizeof(result), cudaMemcpyDeviceToHost, b->stream));
     ZERO_TRY_CUDA(cudaStreamSynchronize(b->stream));

@@ -62,6 +62,9 @@ typedef struct ZeroUpdate {
 /* What is the same for all elements of a chunk. */
 typedef struct ZeroFactors {
     float grad_factor;
+    float
+        grad_prescale; /* 1, or 2^-126 beside a factor that is given times 2^126: what two factors make of large gradients
+                            is a normal number, and of others 0, as one would */
     float decay;     /* AdamW: lr * decay, off p; Adam and SGD: the L2 factor, into g */
     float step_size; /* Adam(W): lr / (1 - beta1^t); SGD: lr */
     float bias2_sqrt;
@@ -83,22 +86,27 @@ static __device__ __forceinline__ float zero_adam_step(float p, float g, float* 
     return __fmaf_rn(-f.step_size, __fdiv_rn(*m, denominator), p);
 }
 
+/* The mean gradient, clipped. */
+static __device__ __forceinline__ float zero_scaled(float g, const ZeroFactors& f) {
+    return __fmul_rn(__fmul_rn(g, f.grad_prescale), f.grad_factor);
+}
+
 /* AdamW: the decay comes off p, with lr (Loshchilov and Hutter 2019). */
 static __device__ __forceinline__ float zero_adamw(float p, float g, float* m, float* v, const ZeroHyper& h,
                                                    const ZeroFactors& f) {
-    return zero_adam_step(__fmaf_rn(-f.decay, p, p), __fmul_rn(g, f.grad_factor), m, v, h, f);
+    return zero_adam_step(__fmaf_rn(-f.decay, p, p), zero_scaled(g, f), m, v, h, f);
 }
 
 /* Adam: the decay is part of the gradient (L2). */
 static __device__ __forceinline__ float zero_adam(float p, float g, float* m, float* v, const ZeroHyper& h,
                                                   const ZeroFactors& f) {
-    return zero_adam_step(p, __fmaf_rn(f.decay, p, __fmul_rn(g, f.grad_factor)), m, v, h, f);
+    return zero_adam_step(p, __fmaf_rn(f.decay, p, zero_scaled(g, f)), m, v, h, f);
 }
 
 /* SGD: m = mu * m + g, p -= lr * m (no dampening, no Nesterov; L2 decay). */
 static __device__ __forceinline__ float zero_sgd(float p, float g, float* m, const ZeroHyper& h,
                                                  const ZeroFactors& f) {
-    *m = __fmaf_rn(h.momentum, *m, __fmaf_rn(f.decay, p, __fmul_rn(g, f.grad_factor)));
+    *m = __fmaf_rn(h.momentum, *m, __fmaf_rn(f.decay, p, zero_scaled(g, f)));
     return __fmaf_rn(-f.step_size, *m, p);
 }
 
@@ -126,6 +134,7 @@ static __device__ __forceinline__ ZeroFactors zero_factors(const ZeroChunk& chun
     float decay = __fmul_rn(h.weight_decay, chunk.decay_factor);
     ZeroFactors f;
     f.grad_factor = s.grad_factor;
+    f.grad_prescale = s.grad_small ? 0x1p-126f : 1.0f;
     f.decay = algorithm == ZERO_ADAMW ? __fmul_rn(lr, decay) : decay;
     f.step_size = algorithm == ZERO_SGD ? lr : __fmul_rn(lr, s.bias1_inverse);
     f.bias2_sqrt = s.bias2_sqrt;
@@ -182,6 +191,7 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS)
     const ZeroScalars& s = *u.scalars;
     if (s.skip) return;
     const ZeroChunk& chunk = u.chunks[chunk_first + blockIdx.x];
+    if (chunk.lr_factor == 0.0f) return; /* frozen: state and params stay to the bit */
     const ZeroFactors f = zero_factors(chunk, s, h, kAlgorithm);
     uint32_t head, vectors;
     zero_split_chunk(chunk, aligned, &head, &vectors);

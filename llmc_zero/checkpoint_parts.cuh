@@ -322,6 +322,7 @@ static inline const char* zero_base_name(const char* path) {
 }
 
 static inline ZeroResult zero_checkpoint_callable(const ZeroOptimizer* z, const char* call) {
+    ZERO_TRY(zero_check_made(z, call));
     if (!z->params || !z->state_there)
         return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params and zero_alloc_state before %s", call);
     return zero_check_between_steps(z, call);

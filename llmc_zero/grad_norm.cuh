@@ -5,7 +5,8 @@
      2. zero_norm_share:    that sum and the loss's, with carries, for the ranks to add up
      3. zero_norm_finish:   one thread rounds both sums, decides the skip, advances t, and writes the scalars that the
                             update reads. No number has to visit the host.
-   Each rank counts only what it owns, so padding and elements held twice never count, in every stage (cases B1, B2).
+   Each rank counts only what it owns, so padding and elements held twice never count, in every stage (cases B1, B2). Frozen
+   segments (lr_factor 0) count nowhere: their gradients are not read.
 
    The norm does not depend on ranks, stage or buckets: N1: squares are added up in cells, the elements of one segment in 64
    neighbouring places of the flat buffer, in one order. Slices, pieces and chunks start and end where cells do (L3, L5), so
@@ -15,7 +16,8 @@
    cannot overflow fp64 (B4).
 
    defines: ZeroScalars, ZeroStepSettings, ZeroCells, zero_walk_chunk, ZeroNorm, zero_norm_blocks, zero_norm_squares,
-            zero_add_loss_launch, zero_norm_share, zero_norm_finish, zero_norm_again, zero_skip_launch, zero_set_t_launch
+            zero_add_loss_launch, zero_norm_share, zero_norm_finish, zero_norm_again, zero_skip_launch, zero_set_t_launch, ZeroSkip,
+            zero_skip_text
 */
 #ifndef LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
 #define LLMC_ZERO_GRAD_NORM_CUH_INCLUDED
@@ -31,19 +33,42 @@
 /* Written by zero_norm_finish, read by the update; on the device. */
 typedef struct ZeroScalars {
     uint64_t t;              /* updates applied so far, this step's included unless it is skipped */
-    uint64_t skipped;        /* steps dropped because a gradient was not finite */
+    uint64_t skipped;        /* steps dropped because the gradients or their norm did not fit into fp32 */
     uint64_t skipped_in_row; /* of these, how many have just followed one another */
     uint64_t skipped_before; /* the same before this step, for zero_norm_again */
-    uint64_t dropped;        /* steps dropped by the caller (zero_skip) */
+    uint64_t dropped;        /* steps dropped by the caller (zero_skip, zero_drop) */
     double loss_sum;         /* of what zero_add_loss was given, exact, rounded once */
     float norm;              /* global norm of the mean gradient, before clipping */
     float grad_factor;       /* the mean's and the caller's scale, and clip, in one factor */
+    int grad_small;          /* 1: that factor is less than fp32's normal numbers, and given times 2^126 */
     float bias1_inverse;     /* 1 / (1 - beta1^t) */
     float bias2_sqrt;        /* sqrt(1 - beta2^t) */
     uint32_t noise_key[2];   /* of stochastic rounding in this step */
-    int skip;                /* 1: the update leaves everything as it is */
+    int skip;                /* ZeroSkip; not 0: the update leaves everything as it is */
     int votes;               /* ranks that gave a vote along with their sum */
+    int drops;               /* ranks that dropped the step */
 } ZeroScalars;
+
+/* Why a step changes nothing. */
+typedef enum ZeroSkip {
+    ZERO_SKIP_NONE = 0,
+    ZERO_SKIP_NOT_FINITE, /* a gradient is inf or NaN */
+    ZERO_SKIP_TOO_LARGE,  /* all are finite, but their norm, after clipping, is above norm_limit */
+    ZERO_SKIP_TOO_SMALL,  /* after clipping they are less than fp32's normal numbers */
+    ZERO_SKIP_CALLER,     /* zero_skip */
+    ZERO_SKIP_DROPPED     /* zero_drop, on some rank */
+} ZeroSkip;
+
+static inline const char* zero_skip_text(int skip) {
+    switch (skip) {
+    case ZERO_SKIP_NONE: return "nothing was wrong";
+    case ZERO_SKIP_NOT_FINITE: return "a gradient is not finite";
+    case ZERO_SKIP_TOO_LARGE: return "the norm of the gradients is too large";
+    case ZERO_SKIP_TOO_SMALL: return "the clipped gradients are too small for fp32";
+    case ZERO_SKIP_CALLER: return "the program dropped the step";
+    default: return "a rank dropped the step";
+    }
+}
 
 /* What the finish needs besides the sums. */
 typedef struct ZeroStepSettings {
@@ -51,18 +76,19 @@ typedef struct ZeroStepSettings {
     double grad_scale; /* what the summed gradients lack: see zero_begin */
     double max_norm;   /* clip to this norm; 0: do not clip */
     uint64_t seed;     /* of stochastic rounding */
-    double norm_limit; /* a larger norm after clipping skips the step as if it were infinite; 0: none */
+    double norm_limit; /* a larger norm after clipping skips the step; 0: none */
 } ZeroStepSettings;
 
 /* ------------------------------------------------------------------ kernels */
 
-/* What ranks add up in a step: exact sums of squares and of losses, with how many of them were not finite, and votes. */
+/* What ranks add up in a step: exact sums of squares and of losses, with how many of them were not finite, votes and drops. */
 enum {
     ZERO_SUM_SQUARES = 0,
     ZERO_SUM_SQUARES_BAD = ZERO_EXACT_WORDS,
     ZERO_SUM_LOSSES,
     ZERO_SUM_LOSSES_BAD = ZERO_SUM_LOSSES + ZERO_EXACT_WORDS,
     ZERO_SUM_VOTES,
+    ZERO_SUM_DROPS,
     ZERO_SUM_WORDS
 };
 
@@ -148,9 +174,10 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS, 4)
     const size_t last = ((size_t)blockIdx.x + 1) * chunks_count / gridDim.x;
     size_t c = (size_t)blockIdx.x * chunks_count / gridDim.x + threadIdx.x / 32;
     zero_cells_begin(own);
-    for (int turn = 0; c < last; c += ZERO_WARPS, turn++) {
+    for (int turn = 0; c < last; c += ZERO_WARPS) {
         const Grad* from = grads + chunks[c].flat_offset;
-        zero_walk_chunk(chunks[c], aligned, own, turn,
+        if (chunks[c].lr_factor == 0.0f) continue; /* frozen: what lies there is no gradient */
+        zero_walk_chunk(chunks[c], aligned, own, turn++,
                         [from](uint32_t i, auto& x) { zero_load(from + i, x); });
     }
     zero_cells_end(own, sums);
@@ -164,7 +191,8 @@ template <typename Loss> static __global__ void zero_add_loss_kernel(const Loss*
 }
 
 /* This rank's sums, ready to be added up over ranks, and from zero for the next step. */
-template <typename Words> static __global__ void zero_norm_share_kernel(Words* own, int vote, Words* sums) {
+template <typename Words>
+static __global__ void zero_norm_share_kernel(Words* own, int vote, int drop, Words* sums) {
     for (int i = 0; i < ZERO_SUM_WORDS; i++) {
         sums[i] = own[i];
         own[i] = 0;
@@ -172,6 +200,7 @@ template <typename Words> static __global__ void zero_norm_share_kernel(Words* o
     zero_exact_carry(sums + ZERO_SUM_SQUARES);
     zero_exact_carry(sums + ZERO_SUM_LOSSES);
     sums[ZERO_SUM_VOTES] = vote != 0;
+    sums[ZERO_SUM_DROPS] = drop != 0;
 }
 
 /* base^n by squaring, in double */
@@ -192,62 +221,75 @@ static __device__ __forceinline__ void zero_prepare_update(ZeroScalars* s, const
 }
 
 /* The norm, and the factor that the gradients get, from the sums of all ranks. Clip factor as in PyTorch's
-   clip_grad_norm_: min(1, max_norm / (norm + 1e-6)). Returns 1 if the step must be skipped. */
-static __device__ __forceinline__ int zero_decide(const uint64_t* sums, const ZeroStepSettings& settings,
-                                                  double* norm, double* factor) {
+   clip_grad_norm_: min(1, max_norm / (norm + 1e-6)). */
+static __device__ __forceinline__ ZeroSkip zero_decide(const uint64_t* sums, const ZeroStepSettings& settings,
+                                                       double* norm, double* factor) {
     const double limit = settings.norm_limit > 0.0 ? settings.norm_limit : 1.7976931348623157e308;
     const double root =
         sums[ZERO_SUM_SQUARES_BAD] ? INFINITY : sqrt(zero_exact_value(sums + ZERO_SUM_SQUARES));
+    const double least = 0x1p-126; /* fp32's smallest normal number */
     *norm = root * fabs(settings.grad_scale);
     *factor = settings.grad_scale;
     if (settings.max_norm > 0.0 && settings.max_norm < *norm + 1e-6)
         *factor *= settings.max_norm / (*norm + 1e-6);
-    return !(root * fabs(*factor) <= limit) || /* true for inf * 0, too */
-           !(fabs(*factor) >= 1.1754944e-38);  /* would be flushed to 0 in fp32 */
+    if (sums[ZERO_SUM_DROPS]) return ZERO_SKIP_DROPPED;
+    if (sums[ZERO_SUM_SQUARES_BAD]) return ZERO_SKIP_NOT_FINITE;
+    if (!(root * fabs(*factor) <= limit)) return ZERO_SKIP_TOO_LARGE;
+    if (fabs(*factor) < least && (root * fabs(*factor) < least || fabs(*factor) < least * least))
+        return root == 0.0 ? ZERO_SKIP_NONE : ZERO_SKIP_TOO_SMALL;
+    return ZERO_SKIP_NONE;
+}
+
+/* Makes what was decided the step's: t is the number of its update, and what s->t is if there is one. */
+static __device__ __forceinline__ void zero_settle_step(ZeroSkip skip, double factor, uint64_t t,
+                                                        const ZeroStepSettings& settings, ZeroScalars* s) {
+    s->skip = skip;
+    s->skipped_in_row = skip == ZERO_SKIP_NONE ? 0 : s->skipped_before + (skip != ZERO_SKIP_DROPPED);
+    if (skip == ZERO_SKIP_DROPPED)
+        s->dropped++;
+    else if (skip != ZERO_SKIP_NONE)
+        s->skipped++;
+    if (skip != ZERO_SKIP_NONE) return;
+    s->grad_small = fabs(factor) < 0x1p-126;
+    s->grad_factor = (float)(s->grad_small ? factor * 0x1p126 : factor);
+    s->t = t;
+    zero_prepare_update(s, settings);
 }
 
 template <typename Settings>
 static __global__ void zero_norm_finish_kernel(const uint64_t* sums, const Settings settings,
                                                ZeroScalars* s) {
-    double norm, factor;
-    s->skip = zero_decide(sums, settings, &norm, &factor);
+    double norm = 0.0, factor = 0.0;
+    const ZeroSkip skip = zero_decide(sums, settings, &norm, &factor);
     s->votes = (int)sums[ZERO_SUM_VOTES];
+    s->drops = (int)sums[ZERO_SUM_DROPS];
     s->loss_sum = sums[ZERO_SUM_LOSSES_BAD] ? INFINITY : zero_exact_value(sums + ZERO_SUM_LOSSES);
-    s->norm = (float)norm;
-    if (s->skip) {
-        s->skipped++;
-        s->skipped_in_row++;
-        return;
-    }
-    s->grad_factor = (float)factor;
+    s->norm = norm <= 3.4028234663852886e38 || skip == ZERO_SKIP_NOT_FINITE ? (float)norm : 3.4028235e38f;
+    if (skip == ZERO_SKIP_DROPPED) s->loss_sum = s->norm = NAN; /* of a part of the step */
     s->skipped_before = s->skipped_in_row;
-    s->skipped_in_row = 0;
-    s->t++;
-    zero_prepare_update(s, settings);
+    zero_settle_step(skip, factor, s->t + 1, settings, s);
 }
 
-/* Decides once more, on other settings: this is update t. What was skipped stays skipped. */
+/* Decides once more, on other settings: this is update t. What no settings can make good stays skipped. */
 template <typename Settings>
 static __global__ void zero_norm_again_kernel(const uint64_t* sums, const Settings settings, uint64_t t,
                                               ZeroScalars* s) {
-    double norm, factor;
-    if (s->skip) return;
-    s->skip = zero_decide(sums, settings, &norm, &factor);
-    if (s->skip) {
-        s->skipped++;
-        s->skipped_in_row = s->skipped_before + 1;
+    double norm = 0.0, factor = 0.0;
+    ZeroSkip skip;
+    if (s->skip == ZERO_SKIP_TOO_LARGE || s->skip == ZERO_SKIP_TOO_SMALL)
+        s->skipped--; /* as if nothing had been decided yet */
+    else if (s->skip == ZERO_SKIP_NONE)
         s->t--;
+    else
         return;
-    }
-    s->grad_factor = (float)factor;
-    s->t = t;
-    zero_prepare_update(s, settings);
+    skip = zero_decide(sums, settings, &norm, &factor);
+    zero_settle_step(skip, factor, t, settings, s);
 }
 
 /* The caller drops the step that was just decided on. */
 template <typename Scalars> static __global__ void zero_skip_kernel(Scalars* s) {
     if (s->skip) return; /* dropped already, and t not advanced */
-    s->skip = 1;
+    s->skip = ZERO_SKIP_CALLER;
     s->dropped++;
     s->t--;
 }
@@ -299,11 +341,11 @@ static inline ZeroResult zero_add_loss_launch(const double* loss, uint64_t* own_
     return zero_ok();
 }
 
-/* Launch 2. vote: 0 or 1, counted over the ranks in ZeroScalars.votes. */
-static inline ZeroResult zero_norm_share(const ZeroNorm* norm, int vote, cudaStream_t stream) {
+/* Launch 2. vote, drop: 0 or 1, counted over the ranks in ZeroScalars.votes and .drops. */
+static inline ZeroResult zero_norm_share(const ZeroNorm* norm, int vote, int drop, cudaStream_t stream) {
     cudaLaunchConfig_t config = zero_launch_config(1, 1, stream);
-    ZERO_TRY_CUDA(
-        cudaLaunchKernelEx(&config, zero_norm_share_kernel<uint64_t>, norm->own_sums, vote, norm->sums));
+    ZERO_TRY_CUDA(cudaLaunchKernelEx(&config, zero_norm_share_kernel<uint64_t>, norm->own_sums, vote, drop,
+                                     norm->sums));
     return zero_ok();
 }
 

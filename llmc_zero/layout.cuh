@@ -59,7 +59,7 @@ typedef struct ZeroSegment {
     const char* name;    /* for messages and files, or NULL; not copied, must outlive the layout */
     size_t count;        /* elements; may be 0 */
     int unit;            /* 0 .. segments - 1; units are used one after another in forward */
-    float lr_factor;     /* multiplies the learning rate of this segment; 0 freezes it */
+    float lr_factor;     /* multiplies the learning rate of this segment; 0 freezes it: see optimizer.cuh */
     float decay_factor;  /* multiplies the weight decay of this segment; 0 for biases and norms */
     size_t flat_offset;  /* elements; set by zero_layout, or by the caller with offsets_given */
     size_t model_offset; /* elements; set by zero_layout */

@@ -22,6 +22,7 @@
      optimizer_params.cuh  parameters, from acquire to release, and the state that belongs to them
      optimizer_grads.cuh   gradients, from acquire to the reduction
      optimizer.cuh    norm, update and report; a whole example of a step stands at its top
+     optimizer_drop.cuh    a step that one rank cannot finish, with call_order.cuh: the calls it has to make up for
      replicas.cuh     do all ranks hold the same parameters? do two runs?
    and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
    checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries;
@@ -35,6 +36,7 @@
 #ifndef LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
 #define LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED
 
+#include "optimizer_drop.cuh"
 #include "replicas.cuh"
 
 #endif /* LLMC_ZERO_LLMC_ZERO_CUH_INCLUDED */

@@ -29,6 +29,11 @@
    it wait, and return at once. Every rank makes the same calls in the same order. After an error of a collective the
    communicator is of no use: end all ranks.
 
+   Frozen segments (lr_factor 0 when zero_init is called) count in nothing: their gradients need not be written and are not
+   read, so that they are neither in the norm nor a reason to skip; parameters and state stay to the bit. A unit of frozen
+   segments only needs no zero_grads_acquire and no zero_grads_ready, on any rank. A rank may make both calls all the same (to
+   have a place for what a kernel writes), whatever the other ranks do: no collective belongs to them.
+
    Who owns what: layout, comm, stream and a buffer handed in stay the caller's and must outlive z. What is passed as
    NULL is allocated by z and freed by zero_free. The gaps of flat gradients are set to zero once (L6); do not write
    there.
@@ -39,7 +44,8 @@
      Z2  a bucket is reduced once a step, when the last of its units is ready in the last micro-step; in stages 2 and 3, and
          with ZERO_ACCUMULATE_MICRO, once in every micro-step.
      Z3  params, m, v, masters and t change in zero_update only, and only if no rank saw a gradient that is not
-         finite and the norm after clipping can be squared in fp32 (Adam: below 1.8e19); then on all ranks.
+         finite, the norm after clipping can be squared in fp32 (Adam: below 1.8e19), the clipped gradients are not too
+         small for fp32, and no rank dropped the step; then on all ranks. report.skip says which (ZeroSkip).
      Z4  the same calls give the same bits with overlap 0 and 1.
      Z5  with ZERO_REDUCE_ORDERED the same calls give the same bits for any buckets and, with ZERO_ACCUMULATE_MICRO (the
          default there), in every stage; with zero_begin_batches, for any number of ranks.
@@ -56,14 +62,15 @@
 /* What became of the steps so far. */
 typedef struct ZeroReport {
     uint64_t t;       /* updates applied */
-    uint64_t skipped; /* steps dropped because a gradient was not finite */
+    uint64_t skipped; /* steps that gradients did not allow: ZERO_SKIP_NOT_FINITE, _TOO_LARGE, _TOO_SMALL */
     uint64_t skipped_in_row;
-    uint64_t dropped; /* steps dropped by zero_skip */
-    int skip;         /* the last step was one of either */
+    uint64_t dropped; /* steps dropped by zero_skip and zero_drop; the latter leave skipped_in_row as it is */
+    int skip;         /* ZeroSkip: why the last step was one of either (zero_skip_text), or 0 */
     float norm;       /* of the last step, before clipping */
     double
         loss_sum; /* zero_add_loss: of all micro-batches of all ranks in the last step; inf: one was not finite */
     int votes;         /* zero_vote: ranks that had a vote in the last step */
+    int drops;         /* zero_drop: ranks that dropped the last step */
     double exposed_ms; /* compute stream stood still for collectives since the last report; needs timing */
 } ZeroReport;
 
@@ -71,6 +78,7 @@ typedef struct ZeroReport {
    exact and rounded once: it depends on neither the number of ranks nor the order. In each micro-step, once the compute stream
    has been given what writes it; of a rank that is idle in this micro-step nothing is added. */
 static inline ZeroResult zero_add_loss(ZeroOptimizer* z, const double* device_value) {
+    ZERO_TRY(zero_check_made(z, "zero_add_loss"));
     if (z->micro < 0 || z->norm_done)
         return zero_error(ZERO_ERROR_ORDER, "zero_add_loss comes after zero_begin and before zero_grad_norm");
     return z->idle ? zero_ok() : zero_add_loss_launch(device_value, z->own_step_sums, z->comm.compute);
@@ -83,10 +91,10 @@ static inline void zero_vote(ZeroOptimizer* z, int vote) { z->vote = vote != 0; 
 static inline ZeroResult zero_check_skips(const ZeroOptimizer* z, const ZeroScalars* status) {
     if (z->config.skip_limit == 0 || status->skipped_in_row < z->config.skip_limit) return zero_ok();
     return zero_error(ZERO_ERROR_SKIPS,
-                      "%llu steps in a row had gradients that are not finite (limit %llu), after %llu "
+                      "%llu steps in a row were skipped (limit %llu), the last because %s, after %llu "
                       "good updates: lower the learning rate, clip, or look for the layer that overflows",
                       (unsigned long long)status->skipped_in_row, (unsigned long long)z->config.skip_limit,
-                      (unsigned long long)status->t);
+                      zero_skip_text(status->skip), (unsigned long long)status->t);
 }
 
 /* Looks at the status that has arrived, without waiting. */
@@ -134,15 +142,19 @@ static inline ZeroStepSettings zero_step_settings(const ZeroOptimizer* z) {
 }
 
 /* Finishes backward: global norm of the mean gradient before clipping, skip decision, t, clip factor; all on the
-   device. norm: NULL, or where to put the norm; then the host waits for it. ZERO_ERROR_SKIPS after skip_limit skips in
+   device. norm: NULL, or where to put the norm; then the host waits for it. inf: a gradient is not finite; 3.4e38, fp32's
+   largest number, stands for all larger ones; NaN: a rank dropped the step. ZERO_ERROR_SKIPS after skip_limit skips in
    a row: in the same step on all ranks if they ask for the norm (or for zero_report); else as soon as the host hears
    of it, which may be some steps later and not in the same step on all ranks, so that they must be ended together. */
 static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
-    const ZeroNorm work = zero_describe_norm(z);
-    const ZeroStepSettings settings = zero_step_settings(z);
+    ZeroNorm work;
+    ZeroStepSettings settings;
     int span;
     if (norm) *norm = 0.0f;
     zero_comm_progress(&z->comm, "norm");
+    ZERO_TRY(zero_check_made(z, "zero_grad_norm"));
+    work = zero_describe_norm(z);
+    settings = zero_step_settings(z);
     if (z->micro < 0 || z->micro != z->micros - 1)
         return zero_error(ZERO_ERROR_ORDER, "zero_grad_norm in micro-step %d of %d: it follows the last",
                           z->micro, z->micros);
@@ -153,11 +165,12 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
         ZERO_TRY(zero_comm_wait_reduced(&z->comm));
         ZERO_TRY(zero_span_begin(zero_timeline(z), ZERO_ROW_COMPUTE, "norm", ZERO_NO_INDEX, &span));
         if (!z->schedule.sum_kernel) ZERO_TRY(zero_norm_squares(&work, z->comm.compute));
-        ZERO_TRY(zero_norm_share(&work, z->vote, z->comm.compute));
+        ZERO_TRY(zero_norm_share(&work, z->vote, z->drop, z->comm.compute));
         ZERO_TRY(zero_span_end(zero_timeline(z), span));
         ZERO_TRY(zero_comm_share_words(&z->comm, z->step_sums, ZERO_SUM_WORDS, 0));
         ZERO_TRY(zero_norm_finish(&work, &settings, z->comm.compute));
         ZERO_TRY(zero_send_status(z, 0));
+        zero_calls_keep(&z->calls, 1);
         z->norm_done = 1;
     }
     if (!norm) return zero_ok();
@@ -170,10 +183,13 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
    and zero_update, on every rank alike: this is update number t (from 1), with the betas and max_norm that stand in
    z->config now (the caller may change these, eps and weight_decay between two updates). clip_factor: what the
    gradients are multiplied with in place of clipping to max_norm; negative: clip. A step that zero_grad_norm has
-   decided to skip stays skipped. */
+   decided to skip stays skipped, unless it was the norm that did not fit: then these settings decide. */
 static inline ZeroResult zero_set_step(ZeroOptimizer* z, uint64_t t, double clip_factor) {
-    const ZeroNorm work = zero_describe_norm(z);
-    ZeroStepSettings settings = zero_step_settings(z);
+    ZeroNorm work;
+    ZeroStepSettings settings;
+    ZERO_TRY(zero_check_made(z, "zero_set_step"));
+    work = zero_describe_norm(z);
+    settings = zero_step_settings(z);
     if (!z->norm_done)
         return zero_error(ZERO_ERROR_ORDER,
                           "zero_set_step comes after zero_grad_norm and before zero_update");
@@ -194,6 +210,7 @@ static inline ZeroResult zero_set_step(ZeroOptimizer* z, uint64_t t, double clip
 /* Drops this step, on every rank alike: params, state and t stay as they are. Between zero_grad_norm and
    zero_update (which still ends the step). */
 static inline ZeroResult zero_skip(ZeroOptimizer* z) {
+    ZERO_TRY(zero_check_made(z, "zero_skip"));
     if (!z->norm_done)
         return zero_error(ZERO_ERROR_ORDER, "zero_skip comes after zero_grad_norm and before zero_update");
     ZERO_TRY(zero_skip_launch(z->scalars, z->comm.compute));
@@ -255,7 +272,7 @@ static inline ZeroResult zero_update_buckets(ZeroOptimizer* z, const ZeroHyper* 
     for (b = 0; b < z->layout->buckets_count; b++) {
         ZERO_TRY(zero_update_launch(&update, hyper, z->bucket_chunks[b],
                                     z->bucket_chunks[b + 1] - z->bucket_chunks[b], z->comm.compute));
-        ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
+        if (z->buckets[b].units > 0) ZERO_TRY(zero_comm_gather(&z->comm, b, z->params));
     }
     return zero_ok();
 }
@@ -266,6 +283,7 @@ static inline ZeroResult zero_update(ZeroOptimizer* z, double lr) {
     const ZeroConfig* c = &z->config;
     const ZeroHyper hyper = zero_hyper(lr, c->beta1, c->beta2, c->eps, c->weight_decay, c->momentum);
     int span;
+    ZERO_TRY(zero_check_made(z, "zero_update"));
     if (!(lr >= 0.0 && lr <= 3.4e38))
         return zero_error(ZERO_ERROR_ARGUMENT, "lr is %g; 0 .. 3.4e38 are allowed", lr);
     if (!(lr * c->weight_decay <= 3.4e38))
@@ -297,6 +315,7 @@ static inline ZeroResult zero_read_timeline(ZeroOptimizer* z) {
 static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     const ZeroScalars* s = z->status;
     memset(report, 0, sizeof(*report));
+    ZERO_TRY(zero_check_made(z, "zero_report"));
     ZERO_TRY(zero_wait_status(z));
     report->t = s->t;
     report->skipped = s->skipped;
@@ -306,6 +325,7 @@ static inline ZeroResult zero_report(ZeroOptimizer* z, ZeroReport* report) {
     report->norm = s->norm;
     report->loss_sum = s->loss_sum;
     report->votes = s->votes;
+    report->drops = s->drops;
     ZERO_TRY(zero_read_timeline(z));
     report->exposed_ms = zero_timeline_take_exposed(zero_timeline(z));
     return zero_check_skips(z, s);

@@ -8,12 +8,13 @@
 
 #include "optimizer_params.cuh"
 
-/* Every unit with elements must have been reported in this micro-step. */
+/* Every unit with elements that learns, or was acquired, must have been reported in this micro-step. */
 static inline ZeroResult zero_check_all_ready(const ZeroOptimizer* z) {
     int u, s;
     const int* buckets;
     for (u = 0; u < z->layout->units_count; u++) {
         if (z->units[u].ready || zero_unit_buckets(z, u, &buckets) == 0) continue;
+        if (z->units[u].frozen && !z->units[u].grads_open) continue;
         for (s = 0; s < z->layout->segments_count && z->layout->segments[s].unit != u; s++) {
         }
         return zero_error(ZERO_ERROR_ORDER,
@@ -86,7 +87,8 @@ static inline ZeroResult zero_reduce_bucket(ZeroOptimizer* z, int b, ZeroSlot* s
 static inline ZeroResult zero_reduce_rest(ZeroOptimizer* z) {
     int b;
     for (b = 0; z->config.stage < 2 && b < z->layout->buckets_count; b++)
-        if (!z->buckets[b].reduced) ZERO_TRY(zero_reduce_bucket(z, b, NULL, z->buckets[b].done));
+        if (!z->buckets[b].reduced && z->buckets[b].units > 0)
+            ZERO_TRY(zero_reduce_bucket(z, b, NULL, z->buckets[b].done));
     return zero_ok();
 }
 
@@ -96,6 +98,7 @@ static inline ZeroResult zero_begin_micro(ZeroOptimizer* z, int micro, int micro
     const int spans_max = 1 << 20; /* nobody asks for them */
     const int64_t left = batches - (z->schedule.micro ? (int64_t)micro * z->ranks : 0);
     int b, u, expected = z->micro < 0 ? 0 : z->micro + 1;
+    ZERO_TRY(zero_check_made(z, "zero_begin"));
     if (!z->params || !z->grads_there || !z->state_there)
         return zero_error(ZERO_ERROR_ORDER,
                           "call zero_alloc_params, zero_alloc_grads and zero_alloc_state first");
@@ -111,8 +114,11 @@ static inline ZeroResult zero_begin_micro(ZeroOptimizer* z, int micro, int micro
                           grad_scale);
     if (micro > 0) ZERO_TRY(zero_check_all_ready(z));
     if (micro > 0 && z->schedule.micro) ZERO_TRY(zero_reduce_rest(z));
+    if (micro > 0) zero_calls_keep(&z->calls, 0);
+    zero_calls_begin(&z->calls);
     z->micro = micro;
     z->micros = micros;
+    z->batches = batches;
     z->senders = left < z->ranks ? (int)left : z->ranks;
     z->idle = (int64_t)micro * z->ranks + z->rank >= batches;
     z->grad_scale = grad_scale;
@@ -121,7 +127,7 @@ static inline ZeroResult zero_begin_micro(ZeroOptimizer* z, int micro, int micro
         ZERO_TRY(zero_timeline_drain(&z->comm.timeline));
     for (u = 0; u < z->layout->units_count; u++) z->units[u].grads_open = z->units[u].ready = 0;
     for (b = 0; b < z->layout->buckets_count; b++) {
-        z->buckets[b].waits = z->layout->buckets[b].units;
+        z->buckets[b].waits = z->buckets[b].units;
         z->buckets[b].reduced = 0;
     }
     return zero_comm_beat(&z->comm, "forward");
@@ -140,11 +146,12 @@ static inline ZeroResult zero_begin(ZeroOptimizer* z, int micro, int micros, dou
    each micro-batch's own mean loss, and z takes their mean: the sum times grad_scale / batches, in one factor (grad_scale: 1,
    or what undoes a scale of the loss). So with ZERO_REDUCE_ORDERED a step is the same to the bit for any number of ranks. */
 static inline int zero_micros(const ZeroOptimizer* z, int batches) {
-    return (batches + z->ranks - 1) / z->ranks;
+    return z->ranks ? (batches + z->ranks - 1) / z->ranks : 0;
 }
 static inline ZeroResult zero_begin_batches(ZeroOptimizer* z, int micro, int batches, double grad_scale,
                                             int* idle) {
     *idle = 0;
+    ZERO_TRY(zero_check_made(z, "zero_begin_batches"));
     if (batches < 1 || batches > INT32_MAX - z->ranks)
         return zero_error(ZERO_ERROR_ARGUMENT, "%d micro-batches in a step; 1 .. %d are possible", batches,
                           INT32_MAX - z->ranks);
@@ -193,7 +200,7 @@ static inline ZeroResult zero_wait_grads_reduced(ZeroOptimizer* z, int unit) {
 /* Gives where the unit's gradients begin, and whether to write them (*add = 0: what is there is old) or to add to them
    (*add = 1). Without ZERO_ACCUMULATE_MICRO the first micro-step writes and the others add; with it, and in stages 2 and 3,
    each one writes. A unit acquired again before its zero_grads_ready is added to: the caller has written its tensors then.
-   In stages 2 and 3 the pointer is good until then. */
+   In stages 2 and 3 the pointer is good until then. A frozen unit needs neither call; who acquires it reports it. */
 static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** grads, int* add) {
     const int* buckets;
     *grads = NULL;
@@ -214,6 +221,7 @@ static inline ZeroResult zero_grads_acquire(ZeroOptimizer* z, int unit, void** g
         *grads = (char*)z->grads + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
     }
     z->units[unit].grads_open = 1;
+    if (!z->units[unit].frozen) zero_calls_note(&z->calls, unit, ZERO_CALL_GRADS_ACQUIRE);
     return zero_comm_beat(&z->comm, "backward");
 }
 
@@ -222,7 +230,8 @@ static inline ZeroResult zero_clear_idle(ZeroOptimizer* z, int unit) {
     const size_t bytes = zero_dtype_bytes(z->layout->dtype);
     const ZeroSlot* slot = z->config.stage >= 2 ? zero_slots_find(&z->grads_slots, unit) : NULL;
     int s;
-    if (!z->idle || z->config.reduction == ZERO_REDUCE_ORDERED || (z->micro > 0 && !z->schedule.micro))
+    if (!z->idle || z->units[unit].frozen || z->config.reduction == ZERO_REDUCE_ORDERED ||
+        (z->micro > 0 && !z->schedule.micro))
         return zero_ok();
     if (slot)
         ZERO_TRY_CUDA(cudaMemsetAsync(slot->memory, 0, zero_slot_bytes(slot, z->layout), z->comm.compute));
@@ -241,15 +250,17 @@ static inline ZeroResult zero_reduce_slot(ZeroOptimizer* z, int unit) {
     const int* buckets;
     int i, count = zero_unit_buckets(z, unit, &buckets);
     if (count == 0) return zero_ok();
+    slot->open = 0;
+    if (z->units[unit].frozen) return zero_ok();
     for (i = count - 1; i >= 0; i--)
         ZERO_TRY(zero_reduce_bucket(z, buckets[i], slot, i == 0 ? slot->done : NULL));
-    slot->open = 0;
     slot->pending = z->ranks > 1;
     return zero_ok();
 }
 
 /* The unit's gradients of this micro-step are final on the compute stream. In the last micro-step, or where each one is
-   reduced, the buckets that this completes are reduced now (Z2); in stages 0 and 1 without overlap, later. */
+   reduced, the buckets that this completes are reduced now (Z2); in stages 0 and 1 without overlap, later. Of a frozen unit nothing is reduced, and no collective waits for
+   it, so that ranks may differ in whether they report it. */
 static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
     const int* buckets;
     int i, count;
@@ -268,7 +279,9 @@ static inline ZeroResult zero_grads_ready(ZeroOptimizer* z, int unit) {
             unit, z->micro, z->micros);
     ZERO_TRY(zero_clear_idle(z, unit));
     z->units[unit].ready = 1;
+    if (!z->units[unit].frozen) zero_calls_note(&z->calls, unit, ZERO_CALL_GRADS_READY);
     if (z->config.stage >= 2) return zero_reduce_slot(z, unit);
+    if (z->units[unit].frozen) return zero_ok();
     if (z->micro < z->micros - 1 && !z->schedule.micro) return zero_ok();
     for (i = count - 1; i >= 0; i--) {
         ZeroBucketState* bucket = &z->buckets[buckets[i]];

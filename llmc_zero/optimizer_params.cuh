@@ -13,6 +13,7 @@
 /* ------------------------------------------------------------------ units */
 
 static inline ZeroResult zero_check_unit(const ZeroOptimizer* z, int unit, const char* call) {
+    ZERO_TRY(zero_check_made(z, call));
     if (unit < 0 || unit >= z->layout->units_count)
         return zero_error(ZERO_ERROR_ARGUMENT, "%s: unit %d; the layout has units 0 .. %d", call, unit,
                           z->layout->units_count - 1);
@@ -119,6 +120,7 @@ static inline ZeroResult zero_params_acquire(ZeroOptimizer* z, int unit, void** 
         *params = (char*)z->params + z->layout->unit_offset[unit] * zero_dtype_bytes(z->layout->dtype);
     }
     z->units[unit].params_open++;
+    if (z->micro >= 0) zero_calls_note(&z->calls, unit, ZERO_CALL_PARAMS_ACQUIRE);
     return zero_comm_beat(&z->comm, NULL);
 }
 
@@ -128,6 +130,7 @@ static inline ZeroResult zero_params_release(ZeroOptimizer* z, int unit) {
     if (z->units[unit].params_open == 0)
         return zero_error(ZERO_ERROR_ORDER, "unit %d is released more often than acquired", unit);
     z->units[unit].params_open--;
+    if (z->micro >= 0) zero_calls_note(&z->calls, unit, ZERO_CALL_PARAMS_RELEASE);
     return z->schedule.params_sharded ? zero_release_slot(z, unit) : zero_ok();
 }
 
@@ -135,6 +138,7 @@ static inline ZeroResult zero_params_release(ZeroOptimizer* z, int unit) {
    zero_update. */
 static inline ZeroResult zero_params_settle(ZeroOptimizer* z) {
     int b;
+    ZERO_TRY(zero_check_made(z, "zero_params_settle"));
     if (z->schedule.params_sharded) return zero_forget_slots(z);
     for (b = 0; b < z->layout->buckets_count; b++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, b));
     return zero_ok();
@@ -144,6 +148,7 @@ static inline ZeroResult zero_params_settle(ZeroOptimizer* z) {
    never holds them all: acquire unit by unit there, or use zero_params_visit. */
 static inline ZeroResult zero_params_acquire_all(ZeroOptimizer* z, void** params) {
     *params = NULL;
+    ZERO_TRY(zero_check_made(z, "zero_params_acquire_all"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
     if (z->schedule.params_sharded)
         return zero_error(
@@ -162,9 +167,11 @@ static inline ZeroResult zero_params_leave(ZeroOptimizer* z, int* open) {
     return unit == ZERO_NO_UNIT ? zero_ok() : zero_params_release(z, unit);
 }
 static inline ZeroResult zero_params_visit(ZeroOptimizer* z, int s, int* open, void** params) {
-    const int unit = z->layout->segments[s].unit;
+    int unit;
     void* first;
     *params = NULL;
+    ZERO_TRY(zero_check_made(z, "zero_params_visit"));
+    unit = z->layout->segments[s].unit;
     if (*open != unit) ZERO_TRY(zero_params_leave(z, open));
     ZERO_TRY(zero_params_acquire(z, unit, &first));
     if (*open == unit) ZERO_TRY(zero_params_release(z, unit)); /* it was open already */
@@ -179,11 +186,11 @@ static inline ZeroResult zero_params_visit(ZeroOptimizer* z, int s, int* open, v
 static inline ZeroResult zero_params_write(ZeroOptimizer* z, int s, size_t first, size_t count,
                                            const void* values) {
     const ZeroLayout* layout = z->layout;
-    const size_t bytes = zero_dtype_bytes(layout->dtype);
-    const ZeroSegment* segment = s >= 0 && s < layout->segments_count ? &layout->segments[s] : NULL;
+    const ZeroSegment* segment = layout && s >= 0 && s < layout->segments_count ? &layout->segments[s] : NULL;
     const int* buckets;
     int i, buckets_count;
-    size_t from, to;
+    size_t from, to, bytes;
+    ZERO_TRY(zero_check_made(z, "zero_params_write"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
     if (!segment || first > segment->count || count > segment->count - first)
         return zero_error(ZERO_ERROR_ARGUMENT,
@@ -192,6 +199,7 @@ static inline ZeroResult zero_params_write(ZeroOptimizer* z, int s, size_t first
     buckets_count = zero_unit_buckets(z, segment->unit, &buckets);
     from = segment->flat_offset + first;
     to = from + count;
+    bytes = zero_dtype_bytes(layout->dtype);
     if (count == 0) return zero_ok();
     if (!z->schedule.params_sharded) {
         for (i = 0; i < buckets_count; i++) ZERO_TRY(zero_comm_wait_gathered(&z->comm, buckets[i]));
@@ -250,6 +258,7 @@ static inline size_t zero_update_chunks_count(const ZeroOptimizer* z) {
 static inline ZeroResult zero_params_changed(ZeroOptimizer* z) {
     const size_t chunks_count = zero_update_chunks_count(z);
     cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
+    ZERO_TRY(zero_check_made(z, "zero_params_changed"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params first");
     if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
     if (!z->masters || chunks_count == 0) return zero_ok();
@@ -272,6 +281,7 @@ static inline ZeroResult zero_gather_all(ZeroOptimizer* z) {
 static inline ZeroResult zero_state_changed(ZeroOptimizer* z) {
     const size_t chunks_count = zero_update_chunks_count(z);
     cudaLaunchConfig_t config = zero_launch_config(chunks_count, ZERO_BLOCK_THREADS, z->comm.compute);
+    ZERO_TRY(zero_check_made(z, "zero_state_changed"));
     if (!z->state_there) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_state first");
     if (z->micro >= 0) return zero_error(ZERO_ERROR_ORDER, "zero_state_changed in the middle of a step");
     if (z->schedule.params_sharded) ZERO_TRY(zero_forget_slots(z));
@@ -288,8 +298,9 @@ static inline ZeroResult zero_alloc_state(ZeroOptimizer* z) {
     float** arrays[3] = {&z->exp_avg, &z->exp_avg_sq, &z->masters};
     const char* names[3] = {"exp_avg", "exp_avg_sq", "fp32 masters"};
     const int wanted[3] = {c->algorithm != ZERO_SGD || c->momentum != 0.0, c->algorithm != ZERO_SGD,
-                           z->layout->dtype == ZERO_BF16 && c->masters};
+                           z->layout && z->layout->dtype == ZERO_BF16 && c->masters};
     int i;
+    ZERO_TRY(zero_check_made(z, "zero_alloc_state"));
     if (!z->params) return zero_error(ZERO_ERROR_ORDER, "call zero_alloc_params before zero_alloc_state");
     if (z->state_there) return zero_error(ZERO_ERROR_ORDER, "the state is there already");
     for (i = 0; i < 3; i++)
@@ -302,6 +313,7 @@ static inline ZeroResult zero_alloc_state(ZeroOptimizer* z) {
 
 /* Sets the number of updates applied so far: a resumed run, or a caller that counts for itself. */
 static inline ZeroResult zero_set_t(ZeroOptimizer* z, uint64_t t) {
+    ZERO_TRY(zero_check_made(z, "zero_set_t"));
     return zero_set_t_launch(z->scalars, t, z->comm.compute);
 }
 

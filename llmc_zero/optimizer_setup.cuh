@@ -6,6 +6,7 @@
 #define LLMC_ZERO_OPTIMIZER_SETUP_CUH_INCLUDED
 
 #include "adamw.cuh"
+#include "call_order.cuh"
 #include "reduce.cuh"
 #include "slots.cuh"
 
@@ -49,10 +50,12 @@ typedef struct ZeroUnitState {
     int params_open; /* acquired and not yet released */
     char grads_open; /* acquired in this micro-step */
     char ready;      /* reported in this micro-step */
+    char frozen;     /* no segment of it learns */
 } ZeroUnitState;
 
 typedef struct ZeroBucketState {
     int waits;        /* units that are not ready yet */
+    int units;        /* units that learn: the ones to wait for. 0: never reduced, and gathered once */
     char reduced;     /* in this micro-step, or with -A step in this step */
     char pending;     /* a reduce reads its gradients, and the compute stream has not waited for that yet */
     cudaEvent_t done; /* behind that reduce; stages 0 and 1 with a reduction each micro-step */
@@ -101,7 +104,20 @@ typedef struct ZeroOptimizer {
     int idle;          /* this rank has no micro-batch in this micro-step */
     int norm_done;
     double grad_scale; /* what the summed gradients lack */
+    int64_t batches;   /* micro-batches of the step, of all ranks */
+    int drop;          /* this rank drops the step */
+    ZeroCallOrder calls;
 } ZeroOptimizer;
+
+/* First of all in every call: z is empty if zero_init failed, before it and after zero_free. */
+static inline ZeroResult zero_check_made(const ZeroOptimizer* z, const char* call) {
+    if (z->layout) return zero_ok();
+    return zero_error(
+        ZERO_ERROR_ORDER,
+        "%s: there is no optimizer: zero_init comes first, and has failed, was not called, or was "
+        "undone by zero_free",
+        call);
+}
 
 /* ------------------------------------------------------------------ memory */
 
@@ -114,7 +130,7 @@ static inline ZeroResult zero_device_alloc(ZeroOptimizer* z, ZeroMemoryKind kind
         cudaGetLastError(); /* a refused allocation is reported here, not by the next call */
         cudaMemGetInfo(&free_bytes, &total_bytes);
         return zero_error(ZERO_ERROR_MEMORY,
-                          "%s needs %.1f MB of device memory, %.1f MB are free (%s): use "
+                          "%s needs %.1f MB of device memory, %.1f MB are free (cudaMalloc: %s): use "
                           "more ranks, a higher stage, a smaller model or bf16",
                           what, 1e-6 * (double)bytes, 1e-6 * (double)free_bytes, cudaGetErrorString(error));
     }
@@ -182,6 +198,7 @@ static inline void zero_free(ZeroOptimizer* z) {
     free(z->windows);
     free(z->units);
     zero_free_buckets(z);
+    zero_calls_free(&z->calls);
     memset(z, 0, sizeof(*z));
 }
 
@@ -234,16 +251,13 @@ static inline ZeroResult zero_check_config(const ZeroConfig* c, const ZeroLayout
 /* Puts a chunk table on the device. */
 static inline ZeroResult zero_upload_chunks(ZeroOptimizer* z, const ZeroChunk* chunks, size_t count,
                                             ZeroChunk** device_chunks) {
-    cudaError_t error;
     ZERO_TRY(zero_device_alloc(z, ZERO_MEMORY_SCRATCH, "a chunk table", count * sizeof(ZeroChunk),
                                (void**)device_chunks));
     if (count == 0) return zero_ok();
     /* on the stream that reads it, and finished before the host's copy goes */
-    error = cudaMemcpyAsync(*device_chunks, chunks, count * sizeof(ZeroChunk), cudaMemcpyHostToDevice,
-                            z->comm.compute);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(z->comm.compute);
-    if (error != cudaSuccess)
-        return zero_error(ZERO_ERROR_CUDA, "copying a chunk table: %s", cudaGetErrorString(error));
+    ZERO_TRY_CUDA(cudaMemcpyAsync(*device_chunks, chunks, count * sizeof(ZeroChunk), cudaMemcpyHostToDevice,
+                                  z->comm.compute));
+    ZERO_TRY_CUDA(cudaStreamSynchronize(z->comm.compute));
     return zero_ok();
 }
 
@@ -294,6 +308,19 @@ static inline ZeroResult zero_init_all_chunks(ZeroOptimizer* z) {
     return result;
 }
 
+/* Which units learn, and in which buckets. The chunk table, made at the same time, knows it of the segments. */
+static inline void zero_init_frozen(ZeroOptimizer* z) {
+    const ZeroLayout* layout = z->layout;
+    int s, b, i;
+    for (i = 0; i < layout->units_count; i++) z->units[i].frozen = 1;
+    for (s = 0; s < layout->segments_count; s++)
+        if (layout->segments[s].count > 0 && layout->segments[s].lr_factor > 0.0f)
+            z->units[layout->segments[s].unit].frozen = 0;
+    for (b = 0; b < layout->buckets_count; b++)
+        for (i = 0; i < layout->buckets[b].units; i++)
+            z->buckets[b].units += !z->units[layout->bucket_units[layout->buckets[b].units_first + i]].frozen;
+}
+
 static inline ZeroResult zero_init_buckets(ZeroOptimizer* z) {
     const size_t buckets = (size_t)z->layout->buckets_count, units = (size_t)z->layout->units_count;
     const int events = z->schedule.micro && z->config.stage < 2 && z->ranks > 1;
@@ -303,6 +330,7 @@ static inline ZeroResult zero_init_buckets(ZeroOptimizer* z) {
     z->buckets = (ZeroBucketState*)zero_alloc_array(buckets, sizeof(ZeroBucketState));
     if (!z->bucket_chunks || !z->units || !z->buckets)
         return zero_error(ZERO_ERROR_MEMORY, "no host memory for %zu buckets and %zu units", buckets, units);
+    zero_init_frozen(z);
     for (b = 0; events && b < z->layout->buckets_count; b++)
         ZERO_TRY_CUDA(cudaEventCreateWithFlags(&z->buckets[b].done, cudaEventDisableTiming));
     return zero_ok();
@@ -333,7 +361,8 @@ static inline ZeroResult zero_init_parts(ZeroOptimizer* z, ZeroNcclComm comm, cu
 }
 
 /* layout: kept by reference. comm: of layout->ranks ranks, `rank` among them; NULL for one rank. compute: the stream
-   that the caller's kernels run on. memory: counts what is allocated, or NULL. On an error z is empty. */
+   that the caller's kernels run on. memory: counts what is allocated, or NULL. On an error z is empty: any other call then says
+   so. */
 static inline ZeroResult zero_init(ZeroOptimizer* z, const ZeroConfig* config, const ZeroLayout* layout,
                                    int rank, ZeroNcclComm comm, cudaStream_t compute, ZeroMemory* memory) {
     ZeroResult result;
@@ -375,6 +404,7 @@ static inline ZeroResult zero_alloc_slots(ZeroOptimizer* z, ZeroMemoryKind kind,
    this rank's shard of zero_shard_count elements (zero_params_write puts values where they belong). */
 static inline ZeroResult zero_alloc_params(ZeroOptimizer* z, void* params) {
     const ZeroSchedule* s = &z->schedule;
+    ZERO_TRY(zero_check_made(z, "zero_alloc_params"));
     if (z->params) return zero_error(ZERO_ERROR_ORDER, "parameters are there already");
     z->params_owned = params == NULL;
     z->params = params;
@@ -408,6 +438,7 @@ static inline ZeroResult zero_clear_gaps(ZeroOptimizer* z, void* grads) {
    to zero on the compute stream (L6). Stages 2 and 3 keep a unit or two at a time, in memory of their own. */
 static inline ZeroResult zero_alloc_grads(ZeroOptimizer* z, void* grads) {
     const ZeroSchedule* s = &z->schedule;
+    ZERO_TRY(zero_check_made(z, "zero_alloc_grads"));
     if (z->grads_there) return zero_error(ZERO_ERROR_ORDER, "gradients are there already");
     if (grads && z->config.stage >= 2)
         return zero_error(ZERO_ERROR_ARGUMENT,

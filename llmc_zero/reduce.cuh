@@ -5,7 +5,7 @@
    micro-step k is global micro-batch k * ranks + r, so the order of additions is that of the micro-batches, and the sum the
    same bits for any number of ranks, whatever the buckets, the stage and NCCL's algorithms are. A rank that has no micro-batch
    in the last micro-step is left out: no zero is added for it (-0 would change). Only real elements are touched, never gaps
-   and padding.
+   and padding, and none of a frozen segment.
 
    defines: ZeroSum, zero_sum_launch
 */
@@ -70,9 +70,10 @@ static __global__ void __launch_bounds__(ZERO_BLOCK_THREADS, 4)
     const size_t last = ((size_t)blockIdx.x + 1) * s.piece.chunk_count / gridDim.x;
     size_t c = (size_t)blockIdx.x * s.piece.chunk_count / gridDim.x + threadIdx.x / 32;
     if (own) zero_cells_begin(own);
-    for (int turn = 0; c < last; c += ZERO_WARPS, turn++) {
+    for (int turn = 0; c < last; c += ZERO_WARPS) {
         const ZeroChunk chunk = zero_cut_to_piece(s.chunks[s.piece.chunk_first + c], s.piece);
-        zero_walk_chunk(chunk, aligned, own, turn,
+        if (chunk.lr_factor == 0.0f) continue; /* frozen: nobody reads its sums */
+        zero_walk_chunk(chunk, aligned, own, turn++,
                         [&](uint32_t i, auto& x) { zero_sum_elements<Grad>(s, chunk, i, x); });
     }
     if (own) zero_cells_end(own, s.own_sums);

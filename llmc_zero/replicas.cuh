@@ -59,6 +59,7 @@ static inline uint64_t* zero_own_words(const ZeroOptimizer* z) { return z->rank_
    z->rank_words already. The host waits. */
 static inline ZeroResult zero_exchange_words(ZeroOptimizer* z, const uint64_t* own, uint64_t* all) {
     const size_t bytes = 2 * sizeof(uint64_t);
+    ZERO_TRY(zero_check_made(z, "zero_exchange_words"));
     if (own)
         ZERO_TRY_CUDA(
             cudaMemcpyAsync(zero_own_words(z), own, bytes, cudaMemcpyHostToDevice, z->comm.compute));
@@ -127,6 +128,7 @@ static inline ZeroResult zero_find_odd_rank(ZeroOptimizer* z, const uint64_t* ow
 }
 
 static inline ZeroResult zero_check_between_steps(const ZeroOptimizer* z, const char* call) {
+    ZERO_TRY(zero_check_made(z, call));
     if (z->micro < 0) return zero_ok();
     return zero_error(ZERO_ERROR_ORDER, "%s in the middle of a step; it ends with zero_update", call);
 }
@@ -226,6 +228,7 @@ static inline ZeroResult zero_run_hash(ZeroOptimizer* z, uint64_t* params_hash, 
 /* The layout and the settings that decide which collectives a step calls, and `extra` (anything of the caller's), must
    be the same on all ranks, or they wait for one another for ever. Every rank calls it, between two steps. */
 static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
+    ZERO_TRY(zero_check_between_steps(z, "zero_check_settings"));
     const ZeroLayout* layout = z->layout;
     const uint64_t numbers[] = {layout->model_count,
                                 layout->padded_count,
@@ -241,7 +244,6 @@ static inline ZeroResult zero_check_settings(ZeroOptimizer* z, uint64_t extra) {
     uint64_t mixed[2] = {0, 0}, words[2] = {0, 0};
     size_t i;
     int b, u, odd;
-    ZERO_TRY(zero_check_between_steps(z, "zero_check_settings"));
     for (i = 0; i < sizeof(numbers) / sizeof(numbers[0]); i++)
         mixed[0] = zero_mix(mixed[0] ^ zero_mix(numbers[i]));
     for (b = 0; b < layout->buckets_count; b++) mixed[0] = zero_mix(mixed[0] ^ layout->buckets[b].count);

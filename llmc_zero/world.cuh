@@ -691,8 +691,8 @@ static inline ZeroResult zero_world_device(ZeroWorld* world) {
     ZeroResult result = zero_ok();
     if (status != cudaSuccess) visible = 0, (void)cudaGetLastError();
     if (status != cudaSuccess && status != cudaErrorNoDevice)
-        result = zero_error(ZERO_ERROR_CUDA, "host %.64s: no GPU can be used: %s", world->host,
-                            cudaGetErrorString(status));
+        result = zero_error(ZERO_ERROR_CUDA, "host %.64s: no GPU can be used: cudaGetDeviceCount: %s",
+                            world->host, cudaGetErrorString(status));
     else
         result = zero_world_choose_device(world->host, world->local_rank, world->local_ranks, visible,
                                           world->gpus_per_node, share, &world->device);
@@ -729,7 +729,8 @@ static inline ZeroResult zero_world_wait(ZeroWorld* world, cudaStream_t stream) 
         }
 #endif
         if (status != cudaSuccess && status != cudaErrorNotReady)
-            return zero_error(ZERO_ERROR_CUDA, "waiting for a stream: %s", cudaGetErrorString(status));
+            return zero_error(ZERO_ERROR_CUDA, "waiting for a stream: cudaStreamQuery: %s",
+                              cudaGetErrorString(status));
         if (status == cudaSuccess) return zero_ok();
         now = zero_world_now();
         if (now - start > world->timeout_s)

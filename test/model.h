@@ -45,7 +45,7 @@ struct Model {
         if (result.code == ZERO_OK) result = create(config);
     }
     ZeroResult create(const ZeroConfig& config) {
-        ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+        if (!stream) ZERO_TRY_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
         ZERO_TRY(zero_init(&z, &config, &layout, world.rank, world.comm, stream, &memory));
         ZERO_TRY(zero_alloc_params(&z, NULL));
         ZERO_TRY(zero_alloc_grads(&z, NULL));

@@ -17,7 +17,7 @@ ZeroResult zero_ptx_kernels(const ZeroNorm* norm, const ZeroStepSettings* settin
     ZERO_TRY(zero_sum_launch(sum, stream));
     ZERO_TRY(zero_norm_squares(norm, stream));
     ZERO_TRY(zero_add_loss_launch(loss, norm->own_sums, stream));
-    ZERO_TRY(zero_norm_share(norm, 0, stream));
+    ZERO_TRY(zero_norm_share(norm, 0, 0, stream));
     ZERO_TRY(zero_norm_finish(norm, settings, stream));
     ZERO_TRY(zero_skip_launch(norm->scalars, stream));
     ZERO_TRY(zero_set_t_launch(norm->scalars, 0, stream));

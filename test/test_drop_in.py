@@ -16,14 +16,15 @@ from conftest import LONG, TOP, slow
 
 FOLDER = TOP / "llmc_zero"
 HEADERS = sorted(path.name for path in FOLDER.glob("*.cuh"))
-HOST_ONLY = ["check.cuh", "layout.cuh", "schedule.cuh", "memory.cuh", "numbers.cuh"]   # need no CUDA
+HOST_ONLY = ["check.cuh", "layout.cuh", "schedule.cuh", "memory.cuh", "numbers.cuh", "call_order.cuh"]   # need no CUDA
 # JSON takes a compiler many seconds; `make cuda-check` compiles each of these alone, first and twice, too
 WITH_JSON = ["checkpoint.cuh", "checkpoint_parts.cuh", "checkpoint_grid.cuh", "checkpoint_temporary.cuh",
              "checkpoint_save.cuh", "checkpoint_check.cuh", "checkpoint_load.cuh", "checkpoint_folder.cuh",
              "safetensors.cuh"]
 IN_OTHERS = ["timeline.cuh", "collectives.cuh", "slots.cuh", "elements.cuh", "exact_sum.cuh",
              "grad_norm.cuh", "reduce.cuh", "adamw.cuh",
-             "optimizer_setup.cuh", "optimizer_params.cuh", "optimizer_grads.cuh", "optimizer.cuh"]   # and so do these
+             "optimizer_setup.cuh", "optimizer_params.cuh", "optimizer_grads.cuh", "optimizer.cuh",
+             "optimizer_drop.cuh"]   # and so do these
 LIBRARY = [name for name in HEADERS if name != "world.cuh"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 CPU_NVCC = [str(TOP / "dev/cpu/nvcc"), "-std=c++17", "-O0", "-Xcompiler", ",".join(WARNINGS)]

@@ -7,7 +7,7 @@ import pytest
 from conftest import LONG, TOP, run, slow
 
 MANY_RANKS = (1, 2, 3, *((4,) if os.environ.get("RUN_ALL") == "1" else ()))
-ON_RANKS = {"test_optimizer": MANY_RANKS, "test_stages": MANY_RANKS, "test_checkpoint": (1,)}
+ON_RANKS = {"test_optimizer": MANY_RANKS, "test_stages": MANY_RANKS, "test_steps": MANY_RANKS, "test_checkpoint": (1,)}
 PROGRAMS = sorted(path.stem for path in (TOP / "test").glob("test_*.cu"))
 PROGRAMS += [name + "_fast" for name in ("test_adamw", "test_grad_norm", "test_reduce") if name in PROGRAMS]
 IN_OTHER_ORDERS = ("test_grad_norm", "test_adamw", "test_reduce")

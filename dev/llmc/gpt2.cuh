@@ -47,7 +47,6 @@ typedef struct ZeroGpt2 {
     int first_segment[NUM_PARAMETER_TENSORS];  /* of tensor i; its layers follow */
     char* unit_open;                           /* parameters of a unit are acquired */
     int steps;                                 /* begun by this process */
-    unsigned long long not_finite;             /* steps skipped so far because of the gradient */
     ZeroTensor tensors[NUM_PARAMETER_TENSORS]; /* as checkpoints describe them */
     char* state; /* what save_state writes and load_state reads beside the arrays */
     size_t state_bytes;
@@ -354,7 +353,7 @@ static inline void zero_gpt2_compare_settings(ZeroGpt2* zero) {
 
 /* gpt2_update. grad_scale >= 0: gradients are multiplied with it; < 0: the norm is clipped to -grad_scale on the
    device. t: the number of this update, from 1. Works without gpt2_calculate_grad_norm before it. A step whose
-   gradient is not finite changes nothing, on any rank. from_masters: no update; params are made from the masters. */
+   gradients do not fit (report.skip says why) changes nothing, on any rank. from_masters: no update; params are made from the masters. */
 static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta1, float beta2, float eps,
                                     float weight_decay, float grad_scale, int t, bool from_masters) {
     ZeroGpt2* zero = model->zero;
@@ -375,11 +374,9 @@ static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta
     zeroCheck(zero_grad_norm(z, NULL));
     zeroCheck(zero_set_step(z, t > 0 ? (uint64_t)t : 0, grad_scale < 0.0f ? -1.0 : (double)grad_scale));
     zeroCheck(zero_report(z, &report)); /* before the update: then the host does not wait for that */
-    if (report.skipped > zero->not_finite) {
-        printf0("skipping update: the gradient is not finite (%llu in a row, %llu in all)\n",
+    if (report.skip)
+        printf0("skipping update: %s (%llu in a row, %llu in all)\n", zero_skip_text(report.skip),
                 (unsigned long long)report.skipped_in_row, (unsigned long long)report.skipped);
-    }
-    zero->not_finite = report.skipped;
     zeroCheck(zero_update(z, (double)learning_rate));
 }
 

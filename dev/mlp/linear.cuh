@@ -67,10 +67,11 @@ static inline ZeroResult matmul_create(Matmul* m, const Linear* linear, cublasOp
                                                            preference, 1, &found, &found_count);
     cublasLtMatmulPreferenceDestroy(preference);
     if (status != CUBLAS_STATUS_SUCCESS || found_count == 0)
-        return zero_error(ZERO_ERROR_CUDA,
-                          "cuBLASLt has no algorithm for a %s product of [%d x %d] and [%d x %d] "
-                          "(status %d): try a width -C and batch -b that are multiples of 8",
-                          zero_dtype_name(linear->dtype), rows_a, cols_a, rows_b, cols_b, (int)status);
+        return zero_error(
+            ZERO_ERROR_CUDA,
+            "cublasLtMatmulAlgoGetHeuristic: no algorithm for a %s product of [%d x %d] and [%d x %d] "
+            "(status %d): try a width -C and batch -b that are multiples of 8",
+            zero_dtype_name(linear->dtype), rows_a, cols_a, rows_b, cols_b, (int)status);
     m->algo = found.algo;
     return zero_ok();
 }

@@ -156,9 +156,9 @@ static inline ZeroResult report_step(Report* report, long long step, double loss
     report->norm = z->norm;
     ZERO_TRY(report_keep(report, step_ms, z->exposed_ms));
     if (!report->writes) return zero_ok();
-    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s\n", step, o->steps,
-           loss, (double)z->norm, o->lr, step_ms, z->exposed_ms,
-           z->skip ? " | skipped: a gradient is not finite" : "");
+    printf("step %lld/%lld | loss %.9g | norm %.9g | lr %g | %.2f ms | exposed %.2f ms%s%s\n", step, o->steps,
+           loss, (double)z->norm, o->lr, step_ms, z->exposed_ms, z->skip ? " | skipped: " : "",
+           z->skip ? zero_skip_text(z->skip) : "");
     fflush(stdout);
     if (report->log) {
         fprintf(report->log, "s:%lld trl:%s lr:%s norm:%s\n", step, zero_number_text(loss, 9).text,
@@ -192,6 +192,12 @@ static inline void sum_segment(ParamsDigest* digest, const ZeroSegment* segment,
     digest->plain_sum += sum;
 }
 
+static inline ZeroResult read_segment(void* host, const void* params, size_t bytes, ZeroComm* comm) {
+    ZERO_TRY(zero_comm_drain(comm));
+    ZERO_TRY_CUDA(cudaMemcpy(host, params, bytes, cudaMemcpyDeviceToHost));
+    return zero_ok();
+}
+
 /* The sums: reads all params back, segment by segment. Biases are the odd segments. All ranks call it, for in stage 3 each
    unit has to be gathered. */
 static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, size_t width) {
@@ -208,11 +214,7 @@ static inline ZeroResult params_sums(ParamsDigest* digest, ZeroOptimizer* z, siz
     for (int s = 0; s < layout->segments_count && result.code == ZERO_OK; s++) {
         const ZeroSegment* segment = &layout->segments[s];
         result = zero_params_visit(z, s, &open, &params);
-        if (result.code == ZERO_OK) result = zero_comm_drain(&z->comm);
-        if (result.code == ZERO_OK &&
-            cudaMemcpy(host, params, segment->count * bytes, cudaMemcpyDeviceToHost) != cudaSuccess)
-            result =
-                zero_error(ZERO_ERROR_CUDA, "reading params: %s", cudaGetErrorString(cudaGetLastError()));
+        if (result.code == ZERO_OK) result = read_segment(host, params, segment->count * bytes, &z->comm);
         if (result.code == ZERO_OK)
             sum_segment(digest, segment, host, layout->dtype, s % 2 ? (double)width : 1.0);
     }
