@@ -24,7 +24,8 @@
      optimizer.cuh    norm, update and report; a whole example of a step stands at its top
      optimizer_drop.cuh    a step that one rank cannot finish, with call_order.cuh: the calls it has to make up for
      replicas.cuh     do all ranks hold the same parameters? do two runs?
-   and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder), and
+   and, only where a program wants it: world.cuh (rank, device and communicator from MPI or a shared folder),
+   watchdog.cuh (ends a process whose peers are gone), and
    checkpoint.cuh with checkpoint_folder.cuh (save, load, resume, keep the last k; they need two header-only libraries;
    numbers.cuh writes the numbers of files, the same in every locale).
 

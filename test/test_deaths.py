@@ -178,7 +178,8 @@ def test_closed_standard_descriptors(tmp_path):
 @pytest.mark.parametrize("flag", ["-o", "-T"])
 def test_a_flag_that_one_rank_lacks(flag, tmp_path):
     words = ["./train_mlp", "-L", "2", "-C", "8"]
-    command = [*launch.command(1, ["X"])[:1], "--oversubscribe", "-n", "1", *words, ":", "-n", "1", *words, flag, tmp_path / "x"]
+    mpirun = [*launch.command(1, ["X"])[:1], "--oversubscribe"]
+    command = [*mpirun, "-n", "1", *words, ":", "-n", "1", *words, flag, tmp_path / "x"]
     process = start(command)
     err = end(process)[1]
     assert process.returncode != 0 and f"{flag}: rank 1" in err

@@ -502,6 +502,21 @@ def test_sigterm_saves_and_ends(program, tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("what", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_silent_death_ends_the_other(program, tmp_path, stage, what):
+    """NCCL reports nothing: the limit does, in words."""
+    ranks = start_two(program, tmp_path, "-z", stage, "-x", "100000", "-n", "100000", "-W", "5",
+                      env={"CUDA_CPU_NCCL_DEATH": "silent"})
+    wait_for_step_5(tmp_path, ranks[0])
+    ranks[1].send_signal(what)
+    _, err = end(ranks[0])
+    ranks[1].kill()
+    said = [line for line in err.splitlines() if "a peer is gone or stuck" in line]
+    assert ranks[0].returncode == 1 and len(said) == 1 and "[llmc_zero ERROR]" in err, err
+    assert not list(tmp_path.glob("step_*")) and not list(tmp_path.glob("DONE_*"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_other(program, tmp_path, stage, victim):
     """In words, by itself, and without another checkpoint, in whichever collective it waits."""

@@ -278,11 +278,11 @@ def edit_flags(plan):
     chain = source.find(r"\belse\s*\{\s*error_usage\s*\(", main.body, "the end of main's chain of flags")
     loop, index = source.for_around(chain.start())
     arguments = main.parameters[1]
-    taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KRAOH])'").search(source.text, *main.body)
+    taken = re.compile(r"\[\s*1\s*\]\s*==\s*'([KRAOHVW])'").search(source.text, *main.body)
     if taken:
         raise Missing(f"line {source.line(taken.start())}: -{taken[1]} is a flag of this llm.c already")
     plan.before(Span(loop.start, loop.start),
-                "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -A, -O, -H\n"
+                "ZeroGpt2Settings zero_settings = zero_gpt2_settings(); // -K, -R, -A, -O, -H, -V, -W\n"
                 f"zero_gpt2_read_flags(&zero_settings, {main.parameters[0]}, {arguments});")
     plan.before(Span(chain.start(), chain.start()),
                 f"else if (zero_gpt2_flag(&zero_settings, {arguments}[{index}], {arguments}[{index}+1])) {{ }}")

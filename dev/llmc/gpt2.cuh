@@ -35,6 +35,34 @@
 #include "llmc_zero.cuh"
 /* behind the one above */
 #include "checkpoint_folder.cuh"
+#include "watchdog.cuh"
+
+/* Looks after this process from main's flags on: ends it when it gets on no more. */
+static ZeroWatchdog zero_gpt2_watchdog;
+
+static void zero_gpt2_end(void*, const char* line) {
+    const ssize_t written = write(2, line, strlen(line));
+    (void)written;
+    _exit(EXIT_FAILURE);
+}
+
+/* Before the ranks meet; the second call sets the limit only. */
+static inline void zero_gpt2_start_watchdog(double limit_s) {
+    const ZeroWatchdogConfig config = {
+        "[llmc_zero ERROR]", limit_s > 0.0 ? limit_s : 600.0, NULL, NULL, zero_gpt2_end, NULL};
+    signal(SIGPIPE, SIG_IGN); /* whoever reads our output may go */
+    signal(SIGXFSZ, SIG_IGN); /* a file that may not grow (ulimit -f) is an error of the write */
+    zero_watchdog_at(&zero_gpt2_watchdog, "start-up");
+    if (zero_gpt2_watchdog.started) {
+        zero_gpt2_watchdog.config.limit_s = config.limit_s;
+        return;
+    }
+    const ZeroResult result = zero_watchdog_start(&zero_gpt2_watchdog, &config);
+    if (result.code == ZERO_OK) return;
+    fprintf(stderr, "[llmc_zero ERROR] %s\n", result.text);
+    exit(EXIT_FAILURE);
+}
+
 #include "gpt2_flags.cuh"
 
 typedef struct ZeroGpt2 {
@@ -61,18 +89,15 @@ typedef struct ZeroGpt2 {
     int stop;    /* a rank got SIGTERM */
 } ZeroGpt2;
 
-/* Ends this process and with it the others: mpirun sees the exit code; a rank that waits must not wait for ever. */
+/* Ends this process and with it the others: mpirun sees the exit code; a rank that waits must not wait for ever. Hard:
+   exit(), MPI and NCCL would wait for streams that a lost peer keeps busy. */
 static inline void zero_gpt2_check(ZeroResult result, const char* file, int line) {
     if (result.code == ZERO_OK) return;
+    while (!zero_watchdog_claim(&zero_gpt2_watchdog)) pause(); /* it is ending us */
     fprintf(stderr, "[llmc_zero ERROR] rank %d of %d at file %s:%d:\n%s\n", multi_gpu_config.process_rank,
             multi_gpu_config.num_processes, file, line, result.text);
     fflush(NULL);
-#if defined(MULTI_GPU) && defined(USE_MPI)
-    int started = 0, ended = 0;
-    if (MPI_Initialized(&started) == MPI_SUCCESS && started && MPI_Finalized(&ended) == MPI_SUCCESS && !ended)
-        MPI_Abort(MPI_COMM_WORLD, EXIT_FAILURE);
-#endif
-    _exit(EXIT_FAILURE); /* exit() would wait for streams that a lost peer keeps busy */
+    _exit(EXIT_FAILURE);
 }
 #define zeroCheck(result) (zero_gpt2_check((result), __FILE__, __LINE__))
 
@@ -82,20 +107,28 @@ static inline void zero_gpt2_check_saves(GPT2* model); /* gpt2_checkpoint.cuh */
 
 /* ------------------------------------------------------------------ set up, tear down */
 
-/* Set by SIGTERM (a job's time is up); the ranks vote with each norm, so that all stop behind the same step. */
+/* Set by a signal (a job's time is up); the ranks vote with each norm, so that all stop behind the same step. A second
+   TERM or INT ends the process at once. */
 static volatile sig_atomic_t zero_gpt2_signalled = 0;
-static void zero_gpt2_on_stop(int) { zero_gpt2_signalled = 1; }
+static void zero_gpt2_on_stop(int number) {
+    if (zero_gpt2_signalled && number != SIGUSR1) {
+        static const char line[] = "llmc_zero: a second signal: ending at once, without a save\n";
+        const ssize_t written = write(2, line, sizeof(line) - 1);
+        (void)written;
+        _exit(128 + number);
+    }
+    zero_gpt2_signalled = 1;
+}
 
-/* SIGTERM ends the run behind the current step, if that can be saved; a file that may not grow (ulimit -f) is an
-   error of the write. */
+/* TERM, INT and USR1 end the run behind the current step, if that can be saved. */
 static inline void zero_gpt2_set_signals(void) {
     struct sigaction action;
     memset(&action, 0, sizeof(action));
-    action.sa_handler = SIG_IGN;
-    sigaction(SIGXFSZ, &action, NULL);
     action.sa_handler = zero_gpt2_on_stop;
     action.sa_flags = SA_RESTART;
     sigaction(SIGTERM, &action, NULL);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGUSR1, &action, NULL);
 }
 
 /* Stage and settings, before the weights are allocated. Without this call: stage 0, a bucket a layer. */
@@ -130,6 +163,8 @@ static inline void zero_gpt2_set_configs(MultiGpuConfig* config, int stage, size
 static inline void zero_gpt2_free(GPT2* model) {
     ZeroGpt2* zero = model->zero;
     if (!zero) return;
+    zero_watchdog_at(&zero_gpt2_watchdog, "end");
+    zero_watchdog_comm(&zero_gpt2_watchdog, NULL);
     zero_free(&zero->z);
     zero_layout_free(&zero->layout);
     free(zero->names);
@@ -161,6 +196,11 @@ static inline void zero_gpt2_allocate_weights(GPT2* model) {
     config.overlap = zero->settings.overlap;
     config.held_units = &embeddings;
     config.held_units_count = 1;
+    config.timeout_s = zero->settings.limit_s;
+    config.watch = zero_watchdog_watch(&zero_gpt2_watchdog);
+    zero_watchdog_rank(&zero_gpt2_watchdog, multi_gpu_config.process_rank);
+    zero_watchdog_comm(&zero_gpt2_watchdog, comm);
+    zero_watchdog_at(&zero_gpt2_watchdog, "set-up");
     config.seed = 13371337; /* of stochastic rounding: the same on all ranks */
     zeroCheck(zero_gpt2_describe(model, multi_gpu_config.num_processes));
     zero->unit_open = (char*)calloc((size_t)zero->layout.units_count, 1);
@@ -279,10 +319,12 @@ static inline void zero_gpt2_begin(GPT2* model, int micro_step, int micro_steps)
             zeroCheck(zero_check_replicas(z, NULL));
         }
         if (zero->steps++ == 0) zero_gpt2_check_saves(model);
+        zero_watchdog_step(&zero_gpt2_watchdog, zero->steps);
     }
     if (!zero_gpt2_ordered(model)) {
         zeroCheck(
             zero_begin(z, micro_step, micro_steps, 1.0)); /* llm.c has divided the loss by micro_steps */
+        zero_watchdog_at(&zero_gpt2_watchdog, "backward");
         zero->samples += (uint64_t)model->batch_size * (uint64_t)z->ranks;
         return;
     }

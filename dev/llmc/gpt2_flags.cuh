@@ -1,4 +1,4 @@
-/* llmc_zero/gpt2_flags.cuh - what the new flags of llm.c's trainer say: -K, -R, -A, -O, -H and -V; -z stays llm.c's.
+/* llmc_zero/gpt2_flags.cuh - what the new flags of llm.c's trainer say: -K, -R, -A, -O, -H, -V and -W; -z stays llm.c's.
 
    main reads them before there is a model: zero_gpt2_read_flags once with all words, zero_gpt2_flag for each flag that
    llm.c does not know; zero_gpt2_configure (gpt2.cuh) takes the settings. Part of gpt2.cuh, which includes it.
@@ -6,7 +6,7 @@
 #ifndef LLMC_ZERO_GPT2_FLAGS_CUH_INCLUDED
 #define LLMC_ZERO_GPT2_FLAGS_CUH_INCLUDED
 
-/* What -K, -R, -A, -O, -H and -V say. */
+/* What -K, -R, -A, -O, -H, -V and -W say. */
 typedef struct ZeroGpt2Settings {
     int units_apart;  /* -K unit: a bucket a layer */
     double bucket_mb; /* -K X: buckets of at most X MB; 0: one bucket */
@@ -17,12 +17,14 @@ typedef struct ZeroGpt2Settings {
     int save_every;     /* -n, with -o; 0: no checkpoints */
     const char* folder; /* -o */
     int read_back;      /* -V: checkpoints are read back before they get their name */
+    double limit_s;     /* -W: without progress; then a rank is gone or stuck */
     int batches;        /* micro-batches of a step, of all ranks; 0: as many as micro-steps and ranks say */
     uint64_t flags;     /* of all of main's flags: must be the same on all ranks */
 } ZeroGpt2Settings;
 
 static inline ZeroGpt2Settings zero_gpt2_settings(void) {
-    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_DEFAULT, 1, 0, 0, NULL, 1, 0, 0};
+    ZeroGpt2Settings settings = {1, 0.0, ZERO_REDUCE_NCCL, ZERO_ACCUMULATE_DEFAULT, 1, 0, 0, NULL, 1, 600.0,
+                                 0, 0};
     return settings;
 }
 
@@ -31,6 +33,7 @@ static inline ZeroGpt2Settings zero_gpt2_settings(void) {
    train their slices each in its own way. */
 static inline void zero_gpt2_read_flags(ZeroGpt2Settings* settings, int argc, char** argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "-W") == 0) settings->limit_s = atof(argv[i + 1]);
         if (strcmp(argv[i], "-n") == 0) settings->save_every = atoi(argv[i + 1]);
         if (strcmp(argv[i], "-o") == 0) settings->folder = argv[i + 1];
         if (argv[i][0] == '-' && argv[i][1] && strchr("ijeop", argv[i][1])) continue;
@@ -39,6 +42,7 @@ static inline void zero_gpt2_read_flags(ZeroGpt2Settings* settings, int argc, ch
                 settings->flags = zero_mix(settings->flags * 257 + (unsigned char)*c + 1);
     }
     if (!settings->folder || settings->save_every < 0) settings->save_every = 0;
+    zero_gpt2_start_watchdog(settings->limit_s);
 }
 
 static inline void zero_gpt2_usage(void) {
@@ -56,16 +60,21 @@ static inline void zero_gpt2_usage(void) {
     fprintf(
         stderr,
         "  -H <int>    compare the ranks' parameters every so many steps (default = 0, at the end only)\n");
+    fprintf(stderr,
+            "  -W <float>  end the run after so many seconds without progress: a rank is gone or stuck\n"
+            "              (default = 600)\n");
     fprintf(stderr, "  -V <int>    read checkpoints back before they get their name? (default = 1)\n");
     fprintf(stderr,
             "  -n: DIR/step_*.safetensors holds the state of all ranks; -y 1 reads it on any number of\n"
-            "  ranks; SIGTERM saves behind the current step, and ends the run with 0\n");
+            "  ranks; SIGTERM, INT and USR1 save behind the current step, and end the run with 0; a second "
+            "one of the\n"
+            "  first two ends it at once\n");
 }
 
-/* Takes flag -K, -R, -A, -O, -H or -V; 0 if it is none of them. A value that cannot work ends the program. */
+/* Takes flag -K, -R, -A, -O, -H, -V or -W; 0 if it is none of them. A value that cannot work ends the program. */
 static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, const char* value) {
     char* end = NULL;
-    if (strlen(flag) != 2 || !strchr("KRAOHV", flag[1])) return 0;
+    if (strlen(flag) != 2 || !strchr("KRAOHVW", flag[1])) return 0;
     if (flag[1] == 'K' && strcmp(value, "unit") == 0) {
         settings->units_apart = 1;
         settings->bucket_mb = 0.0;
@@ -85,6 +94,8 @@ static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, c
         settings->reduction = ZERO_REDUCE_ALLREDUCE;
     } else if (flag[1] == 'O' && (strcmp(value, "0") == 0 || strcmp(value, "1") == 0)) {
         settings->overlap = value[0] == '1';
+    } else if (flag[1] == 'W' && strtod(value, &end) >= 0.1 && *end == '\0') {
+        settings->limit_s = strtod(value, NULL);
     } else if (flag[1] == 'V' && (strcmp(value, "0") == 0 || strcmp(value, "1") == 0)) {
         settings->read_back = value[0] == '1';
     } else if (flag[1] == 'H' && *value && strlen(value) < 10 &&
@@ -94,6 +105,7 @@ static inline int zero_gpt2_flag(ZeroGpt2Settings* settings, const char* flag, c
         fprintf(stderr, "%s %s: %s\n", flag, value,
                 flag[1] == 'R'   ? "nccl, ordered or allreduce"
                 : flag[1] == 'A' ? "step or micro"
+                : flag[1] == 'W' ? "seconds, at least 0.1"
                 : flag[1] == 'H' ? "a number of steps, 0 .. 999999999"
                                  : "0 or 1");
         exit(EXIT_FAILURE);

@@ -39,6 +39,7 @@ static inline void zero_gpt2_copy(ZeroGpt2* zero, void* flat, size_t first, size
 static inline void zero_gpt2_params_and_file(GPT2* model, FILE* file, ZeroGpt2Direction direction) {
     const size_t all = model->zero->layout.model_count, step = IO_BUF_SIZE / sizeof(floatX);
     const size_t bytes = (all < step ? all : step) * sizeof(floatX);
+    ZeroComm* comm = &model->zero->z.comm;
     char* buffers[2];
     cudaEvent_t done[2];
     for (int i = 0; i < 2; i++) {
@@ -50,19 +51,19 @@ static inline void zero_gpt2_params_and_file(GPT2* model, FILE* file, ZeroGpt2Di
     for (size_t first = 0; first < all; first += step, turn = !turn) {
         const size_t count = all - first < step ? all - first : step;
         if (direction == ZERO_GPT2_FROM_HOST) {
-            cudaCheck(cudaEventSynchronize(
-                done[turn])); /* the copy out of this buffer; at once in the first two turns */
+            /* the copy out of this buffer; at once in the first two turns */
+            zeroCheck(zero_wait_event(comm, done[turn]));
             freadCheck(buffers[turn], sizeof(floatX), count, file);
         }
         zero_gpt2_copy(model->zero, NULL, first, count, buffers[turn], direction);
         cudaCheck(cudaEventRecord(done[turn], main_stream));
         if (direction == ZERO_GPT2_TO_HOST && previous > 0) {
-            cudaCheck(cudaEventSynchronize(done[!turn]));
+            zeroCheck(zero_wait_event(comm, done[!turn]));
             if (file) fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
         }
         previous = count;
     }
-    cudaCheck(cudaStreamSynchronize(main_stream));
+    zeroCheck(zero_comm_drain(comm));
     if (direction == ZERO_GPT2_TO_HOST && previous > 0 && file)
         fwriteCheck(buffers[!turn], sizeof(floatX), previous, file);
     for (int i = 0; i < 2; i++) {
@@ -89,7 +90,7 @@ static inline void zero_gpt2_params_from_file(GPT2* model, FILE* file) {
 
 static inline void zero_gpt2_params_from_host(GPT2* model, void* params) {
     zero_gpt2_copy(model->zero, NULL, 0, model->zero->layout.model_count, params, ZERO_GPT2_FROM_HOST);
-    cudaCheck(cudaStreamSynchronize(main_stream));
+    zeroCheck(zero_comm_drain(&model->zero->z.comm));
 }
 
 /* The mean gradient over the ranks, before clipping, in llm.c's order; for a test to look at. With -z 1 this rank has
@@ -101,7 +102,7 @@ static inline void zero_gpt2_grads_to_host(GPT2* model, void* grads) {
                              model->zero->stage));
     zeroCheck(zero_grad_norm(&model->zero->z, NULL)); /* all reductions are done behind this */
     zero_gpt2_copy(model->zero, model->grads_memory, 0, count, grads, ZERO_GPT2_TO_HOST);
-    cudaCheck(cudaStreamSynchronize(main_stream));
+    zeroCheck(zero_comm_drain(&model->zero->z.comm));
     for (size_t i = 0; multi_gpu_config.num_processes > 1 && i < count; i++)
         ((floatX*)grads)[i] = (floatX)((float)((floatX*)grads)[i] / (float)multi_gpu_config.num_processes);
 }
