@@ -51,8 +51,10 @@ static inline ZeroCheckpoint zero_checkpoint(void) {
 /* ------------------------------------------------------------------ agreement */
 
 /* ok if every rank gave ok; else, on all ranks, the error of the lowest one that failed, after "rank R: " unless all say
-   the same. All ranks call it, between two steps; an error of the exchange itself is this rank's alone. */
+   the same. All ranks call it, between two steps; an error of the exchange itself is this rank's alone. So is one of NCCL
+   that it is given: the others may be in another collective, and wait there for this rank; end all of them. */
 static inline ZeroResult zero_agree(ZeroOptimizer* z, ZeroResult mine) {
+    if (mine.code == ZERO_ERROR_NCCL && z->ranks > 1) return mine;
     ZeroResult first = mine;
     uint64_t own[2] = {(uint64_t)mine.code, XXH3_64bits(mine.text, strlen(mine.text))};
     uint64_t* all = (uint64_t*)malloc(2 * sizeof(uint64_t) * (size_t)z->ranks);

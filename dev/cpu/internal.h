@@ -23,9 +23,9 @@ struct Options {
     std::string fail_name; // "": none
     long fail_call;
     std::string fail_action; // "": it fails
-    size_t memory_bytes; // 0: what the machine has
-    size_t round_bytes;  // allocations are made a multiple of this
-    int devices;         // as CUDA_VISIBLE_DEVICES leaves them
+    size_t memory_bytes;     // 0: what the machine has
+    size_t round_bytes;      // allocations are made a multiple of this
+    int devices;             // as CUDA_VISIBLE_DEVICES leaves them
     size_t stack_bytes;
     double timeout_s;
     bool silent_deaths;  // of peers
