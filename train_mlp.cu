@@ -848,13 +848,17 @@ static ZeroResult run(ZeroWorld* world, const Options* o, ZeroResult parsed, int
 }
 
 // One line, whatever was typed.
-static void print_error(const char* who, ZeroResult result) {
-    for (char* c = result.text; *c; c++)
+static void make_one_line(ZeroResult* result) {
+    for (char* c = result->text; *c; c++)
         if ((unsigned char)*c < ' ') *c = '?';
-    fprintf(stderr, "train_mlp: %s%s\n", who, result.text);
 }
 
-// The watchdog's thread ends the process: word for the others first, then hard, for nothing may wait for the device.
+static void print_error(ZeroResult result) {
+    make_one_line(&result);
+    fprintf(stderr, "train_mlp: %s\n", result.text);
+}
+
+// The one way out: word for the others first, then hard, for nothing may wait for the device. Also in the watchdog's thread.
 static void end_run(void* world, const char* line) {
     const ssize_t written = write(2, line, strlen(line));
     (void)written;
@@ -863,19 +867,12 @@ static void end_run(void* world, const char* line) {
 }
 
 // A fatal error of this rank, perhaps of this rank alone.
-static void give_up(const ZeroWorld* world, ZeroResult result) {
-    char who[192];
+static void give_up(ZeroWorld* world, ZeroResult result) {
+    char line[512];
     while (!zero_watchdog_claim(&watchdog)) pause(); // it is ending us
-    const double seconds = zero_watchdog_now() - watchdog.moved_s;
-    if (watchdog.step >= 0)
-        snprintf(who, sizeof(who), "rank %d: step %lld, %s, %.1f s without progress: ", world->rank,
-                 watchdog.step, watchdog.at ? watchdog.at : "start-up", seconds);
-    else
-        snprintf(who, sizeof(who), "rank %d: %s, %.1f s without progress: ", world->rank,
-                 watchdog.at ? watchdog.at : "start-up", seconds);
-    print_error(who, result);
-    zero_world_abort(world, 1);
-    _exit(1);
+    make_one_line(&result);
+    zero_watchdog_line(&watchdog, result.text, line, sizeof(line));
+    end_run(world, line);
 }
 
 // TERM, INT and USR1 (a job's time is up) end the run behind the current step, if that can be saved. A second TERM or INT
@@ -930,7 +927,7 @@ int main(int argc, char** argv) {
     ZeroResult result = zero_watchdog_start(&watchdog, &watch);
     if (result.code == ZERO_OK) result = zero_world_start(&world, &config, &argc, &argv);
     if (result.code != ZERO_OK) {
-        print_error("", parsed.code != ZERO_OK ? parsed : name_start_flags(result, &options));
+        print_error(parsed.code != ZERO_OK ? parsed : name_start_flags(result, &options));
         zero_world_abort(&world, 1);
         _exit(1);
     }
@@ -940,7 +937,7 @@ int main(int argc, char** argv) {
     if (fflush(stdout) != 0 && errno != EPIPE && result.code == ZERO_OK)
         result = zero_error(ZERO_ERROR_SYSTEM, "writing to standard output: %s", strerror(errno));
     if (fatal || world.broken) give_up(&world, result);
-    if (result.code != ZERO_OK && world.rank == 0) print_error("", result);
+    if (result.code != ZERO_OK && world.rank == 0) print_error(result);
     zero_watchdog_at(&watchdog, "end");
     zero_watchdog_leave(&watchdog);
     zero_world_finish(&world);

@@ -29,17 +29,8 @@ static inline ZeroResult zero_check_write(ZeroSave* save) {
 }
 
 static inline ZeroResult zero_check_run(ZeroSave* save, const char* path) {
-    ZeroOptimizer* z = save->z;
-    ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_check"));
-    zero_comm_progress(&z->comm, "check of saves");
-    ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
-    ZERO_TRY(zero_save_compare(save));
-    ZERO_TRY(zero_agree(z, zero_save_create(save)));
-    const uint64_t own[2] = {save->mark, 0};
-    ZERO_TRY(zero_exchange_words(z, own, save->words.data()));
-    save->mark = save->words[0];
-    ZERO_TRY(zero_agree(z, zero_save_open(save)));
-    return zero_agree(z, zero_check_write(save));
+    ZERO_TRY(zero_save_begin(save, path, "zero_checkpoint_check", "check of saves"));
+    return zero_agree(save->z, zero_check_write(save));
 }
 
 /* ok: a save to `path` would have worked now. Nothing of z changes, and no file is left. All ranks call it, between two

@@ -7,7 +7,7 @@
    Host memory is asked for in steps that end in an agreement, so that a rank that gets none does not leave the others alone
    in an exchange.
 
-   defines: ZeroSave, zero_save_plan, zero_save_compare, zero_checkpoint_save
+   defines: ZeroSave, zero_save_begin, zero_save_close, zero_checkpoint_save
 */
 #ifndef LLMC_ZERO_CHECKPOINT_SAVE_CUH_INCLUDED
 #define LLMC_ZERO_CHECKPOINT_SAVE_CUH_INCLUDED
@@ -318,18 +318,26 @@ static inline ZeroResult zero_save_finish(ZeroSave* save) {
         save->folder); /* asks for no memory: what fails from here on is said to be late */
 }
 
-static inline ZeroResult zero_save_run(ZeroSave* save, const char* path) {
+/* Up to where every rank has the temporary file open; `call`: which public call does it, `operation`: what it is for a
+   ZeroWatch. */
+static inline ZeroResult zero_save_begin(ZeroSave* save, const char* path, const char* call,
+                                         const char* operation) {
     ZeroOptimizer* z = save->z;
     /* without the others: an exchange would overwrite the sums of the step, which zero_set_step reads again */
-    ZERO_TRY(zero_check_between_steps(z, "zero_checkpoint_save"));
-    zero_comm_progress(&z->comm, "save");
+    ZERO_TRY(zero_check_between_steps(z, call));
+    zero_comm_progress(&z->comm, operation);
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_plan(save, path); })));
     ZERO_TRY(zero_save_compare(save));
     ZERO_TRY(zero_agree(z, zero_save_create(save)));
     const uint64_t own[2] = {save->mark, 0};
     ZERO_TRY(zero_exchange_words(z, own, save->words.data()));
     save->mark = save->words[0];
-    ZERO_TRY(zero_agree(z, zero_save_open(save)));
+    return zero_agree(z, zero_save_open(save));
+}
+
+static inline ZeroResult zero_save_run(ZeroSave* save, const char* path) {
+    ZeroOptimizer* z = save->z;
+    ZERO_TRY(zero_save_begin(save, path, "zero_checkpoint_save", "save"));
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_pieces(save); })));
     ZERO_TRY(zero_save_share_checksums(save));
     ZERO_TRY(zero_agree(z, zero_guard([&]() { return zero_save_seal(save); })));

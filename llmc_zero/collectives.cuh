@@ -27,8 +27,9 @@
    after the event behind it; ncclInProgress is therefore an error here. It may be shared with the host framework: the
    same calls in the same order on every rank.
 
-   defines: ZeroNcclComm, ZeroWatch, ZeroComm, zero_comm_create, zero_comm_beat, zero_comm_is_stuck, zero_comm_free, zero_comm_begin_reduce, zero_comm_reduce_scatter,
-            zero_comm_exchange, zero_comm_end_reduce, zero_comm_wait_overwrite, zero_comm_wait_reduced,
+   defines: ZeroNcclComm, ZeroWatch, ZeroComm, zero_comm_create, zero_comm_free, zero_comm_is_stuck, zero_comm_now,
+            zero_comm_progress, zero_comm_beat, zero_comm_begin_reduce, zero_comm_reduce_scatter, zero_comm_exchange,
+            zero_comm_end_reduce, zero_comm_wait_overwrite, zero_comm_wait_reduced,
             zero_comm_share_words, zero_comm_gather, zero_comm_wait_gathered, zero_comm_gather_slot, zero_comm_wait_slot,
             zero_comm_broadcast, zero_comm_wait_window, zero_comm_begin_messages, zero_comm_send, zero_comm_receive,
             zero_comm_end_messages, zero_comm_drain, zero_wait_event

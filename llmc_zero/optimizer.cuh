@@ -151,8 +151,8 @@ static inline ZeroResult zero_grad_norm(ZeroOptimizer* z, float* norm) {
     ZeroStepSettings settings;
     int span;
     if (norm) *norm = 0.0f;
-    zero_comm_progress(&z->comm, "norm");
     ZERO_TRY(zero_check_made(z, "zero_grad_norm"));
+    zero_comm_progress(&z->comm, "norm");
     work = zero_describe_norm(z);
     settings = zero_step_settings(z);
     if (z->micro < 0 || z->micro != z->micros - 1)

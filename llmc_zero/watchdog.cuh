@@ -31,7 +31,7 @@
 
    defines: ZeroWatchdogConfig, ZeroWatchdog, zero_watchdog_start, zero_watchdog_stop, zero_watchdog_at,
             zero_watchdog_step, zero_watchdog_rank, zero_watchdog_comm, zero_watchdog_leave, zero_watchdog_claim,
-            zero_watchdog_end_now, zero_watchdog_watch
+            zero_watchdog_line, zero_watchdog_end_now, zero_watchdog_watch
 */
 #ifndef LLMC_ZERO_WATCHDOG_CUH_INCLUDED
 #define LLMC_ZERO_WATCHDOG_CUH_INCLUDED
@@ -70,18 +70,12 @@ typedef struct ZeroWatchdog {
     double claimed_s;
 } ZeroWatchdog;
 
-static inline double zero_watchdog_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 /* ------------------------------------------------------------------ what the program tells */
 
 /* What is done now ("save", "norm"; a text that stays); the clock begins anew. Any thread. */
 static inline void zero_watchdog_at(void* watchdog, const char* operation) {
     ZeroWatchdog* w = (ZeroWatchdog*)watchdog;
-    const double now = zero_watchdog_now();
+    const double now = zero_comm_now();
     if (operation) __atomic_store(&w->at, &operation, __ATOMIC_RELAXED);
     __atomic_store(&w->moved_s, &now, __ATOMIC_RELAXED);
 }
@@ -107,7 +101,7 @@ static inline void zero_watchdog_leave(ZeroWatchdog* w) {
 /* The program ends with a message of its own. 1: go on; 0: the watchdog is ending the process already, wait. */
 static inline int zero_watchdog_claim(ZeroWatchdog* w) {
     const int before = __atomic_fetch_or(&w->claimed, 1, __ATOMIC_SEQ_CST);
-    const double now = zero_watchdog_now();
+    const double now = zero_comm_now();
     if (before & 2) return 0;
     if (!(before & 1)) __atomic_store(&w->claimed_s, &now, __ATOMIC_SEQ_CST);
     return 1;
@@ -130,7 +124,7 @@ static inline void zero_watchdog_put_number(char** to, char* end, long long numb
 }
 static inline void zero_watchdog_line(const ZeroWatchdog* w, const char* why, char* line, size_t bytes) {
     char *to = line, *end = line + bytes - 1; /* room for the newline */
-    const double seconds = zero_watchdog_now() - w->moved_s;
+    const double seconds = zero_comm_now() - w->moved_s;
     zero_watchdog_put(&to, end, w->config.name ? w->config.name : "llmc_zero");
     zero_watchdog_put(&to, end, ": ");
     if (w->rank >= 0) zero_watchdog_put(&to, end, "rank "), zero_watchdog_put_number(&to, end, w->rank);
@@ -181,7 +175,7 @@ static inline int zero_watchdog_look(ZeroWatchdog* w, char* why, size_t bytes) {
     pthread_mutex_unlock(&w->lock);
     if (bad) return 1;
     __atomic_load(&w->moved_s, &moved, __ATOMIC_RELAXED);
-    if (w->config.limit_s > 0.0 && zero_watchdog_now() - moved > w->config.limit_s + ZERO_WATCHDOG_GRACE) {
+    if (w->config.limit_s > 0.0 && zero_comm_now() - moved > w->config.limit_s + ZERO_WATCHDOG_GRACE) {
         snprintf(why, bytes, "a peer is gone or stuck: end all ranks and resume");
         return 1;
     }
@@ -203,7 +197,7 @@ static inline void* zero_watchdog_run(void* watchdog) {
         const int claimed = __atomic_load_n(&w->claimed, __ATOMIC_SEQ_CST);
         __atomic_load(&w->claimed_s, &claimed_s, __ATOMIC_SEQ_CST);
         if (claimed & 1) { /* the program prints, leaves word, ends; if it can */
-            if (claimed_s > 0.0 && zero_watchdog_now() - claimed_s > 2.0 * ZERO_WATCHDOG_GRACE)
+            if (claimed_s > 0.0 && zero_comm_now() - claimed_s > 2.0 * ZERO_WATCHDOG_GRACE)
                 zero_watchdog_end_now(w, "ending, and the end blocks");
             continue;
         }
@@ -211,8 +205,8 @@ static inline void* zero_watchdog_run(void* watchdog) {
             since = 0.0;
             continue;
         }
-        if (since == 0.0) since = zero_watchdog_now();
-        if (zero_watchdog_now() - since < ZERO_WATCHDOG_GRACE) continue; /* its own message may come */
+        if (since == 0.0) since = zero_comm_now();
+        if (zero_comm_now() - since < ZERO_WATCHDOG_GRACE) continue; /* its own message may come */
         if (!(__atomic_fetch_or(&w->claimed, 2, __ATOMIC_SEQ_CST) & 1)) zero_watchdog_end_now(w, why);
     }
     return NULL;

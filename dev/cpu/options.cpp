@@ -1,17 +1,17 @@
 /* dev/cpu/options.cpp - the environment (README.md lists it), calls that fail to order, and the end of a
    process */
 #include "internal.h"
-#include <signal.h>
 #include <atomic>
+#include <chrono>
 #include <errno.h>
 #include <limits.h>
-#include <chrono>
 #include <mutex>
-#include <thread>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <thread>
 #include <unistd.h>
 
 namespace cuda_cpu {

@@ -395,7 +395,8 @@ static inline void zero_gpt2_compare_settings(ZeroGpt2* zero) {
 
 /* gpt2_update. grad_scale >= 0: gradients are multiplied with it; < 0: the norm is clipped to -grad_scale on the
    device. t: the number of this update, from 1. Works without gpt2_calculate_grad_norm before it. A step whose
-   gradients do not fit (report.skip says why) changes nothing, on any rank. from_masters: no update; params are made from the masters. */
+   gradients do not fit (report.skip says why) changes nothing, on any rank. from_masters: no update; params are made
+   from the masters. */
 static inline void zero_gpt2_update(GPT2* model, float learning_rate, float beta1, float beta2, float eps,
                                     float weight_decay, float grad_scale, int t, bool from_masters) {
     ZeroGpt2* zero = model->zero;

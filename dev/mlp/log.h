@@ -29,15 +29,7 @@ static inline int folder_sync(const char* folder) {
 }
 
 /* The folder that a path's last name stands in. */
-static inline int folder_sync_above(const char* path) {
-    char above[4096];
-    char* slash;
-    snprintf(above, sizeof(above), "%s", path);
-    slash = strrchr(above, '/');
-    if (!slash) return folder_sync(".");
-    slash[slash == above] = '\0'; /* of /x: / */
-    return folder_sync(above);
-}
+static inline int folder_sync_above(const char* path) { return folder_sync(zero_folder_of(path).c_str()); }
 
 typedef struct LogLine {
     long long step;
